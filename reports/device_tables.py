@@ -9,7 +9,7 @@ from peakcast.core.units import GIB
 from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.models.evaluation.metrics import Scored
 from peakcast.reports.decision_tables import TitledTable
-from peakcast.reports.metrics import cells_of
+from peakcast.reports.figures import cells_of
 
 COLUMNS = (
     "source",

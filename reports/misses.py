@@ -10,8 +10,8 @@ from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.models.evaluation.metrics import AccuracySummary, Scored, summarise
 from peakcast.reports.aims import Aim, goals
 from peakcast.reports.decision_tables import TitledTable
+from peakcast.reports.figures import headline
 from peakcast.reports.known_causes import KnownCause, cause_of
-from peakcast.reports.metrics import headline
 from peakcast.reports.tables import QUANTITY_NAMES, percent, signed
 
 MISS_COLUMNS = ("of", "figure", "is", "asked", "rows behind it", "what is missing")

@@ -15,7 +15,7 @@ from peakcast.core.drawing import INK, MUTED, STYLE, inline_svg
 from peakcast.core.units import GIB
 from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.models.evaluation.metrics import Scored
-from peakcast.reports.metrics import by_group
+from peakcast.reports.figures import by_group
 from peakcast.reports.tables import QUANTITY_NAMES
 
 MAX_POINTS = 2000

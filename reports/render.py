@@ -18,7 +18,7 @@ from peakcast.answers.prediction import QUANTITIES
 from peakcast.core.units import GIB
 from peakcast.models.evaluation.evaluation import NAMED_ABOVE, Evaluation
 from peakcast.models.evaluation.metrics import Scored
-from peakcast.reports import metrics, tables
+from peakcast.reports import figures, tables
 from peakcast.reports.decision_tables import extra_tables
 from peakcast.reports.device_tables import device_tables
 from peakcast.reports.known_causes import cause_of
@@ -100,7 +100,7 @@ def slug(gpu: str) -> str:
 
 def report_context(evaluation: Evaluation, gpu: str) -> dict[str, Any]:
     """Everything that the templates of one GPU type show, as texts and finished pictures."""
-    named = [cell for q in QUANTITIES for cell in metrics.cells_of(evaluation, gpu, q) if abs(cell.error) > NAMED_ABOVE]
+    named = [cell for q in QUANTITIES for cell in figures.cells_of(evaluation, gpu, q) if abs(cell.error) > NAMED_ABOVE]
     return {
         "gpu": gpu,
         "slug": slug(gpu),
@@ -109,20 +109,20 @@ def report_context(evaluation: Evaluation, gpu: str) -> dict[str, Any]:
         "headline": tables.headline_cells(evaluation, gpu),
         "note": tables.headline_note(evaluation),
         "targets": {
-            tables.QUANTITY_NAMES[row.quantity]: ", ".join(map(str, row.aims)) for row in metrics.headline(evaluation, gpu)
+            tables.QUANTITY_NAMES[row.quantity]: ", ".join(map(str, row.aims)) for row in figures.headline(evaluation, gpu)
         },
         "split_columns": ("held out", "peak", *tables.FIGURE_COLUMNS),
         "splits": [
             [tables.HELD_OUT_NAMES.get(split, split), tables.QUANTITY_NAMES[quantity], *tables.figures(summary)]
-            for split, quantity, summary in metrics.by_split(evaluation, gpu)
+            for split, quantity, summary in figures.by_split(evaluation, gpu)
         ],
         "quantities": [
             _quantity_context(evaluation, gpu, quantity)
             for quantity in QUANTITIES
-            if metrics.cells_of(evaluation, gpu, quantity)
+            if figures.cells_of(evaluation, gpu, quantity)
         ],
         "steps_columns": ("step", "rows", "median", "median of the absolute", "worst"),
-        "steps": [_step(step) for step in metrics.error_steps(evaluation, gpu)],
+        "steps": [_step(step) for step in figures.error_steps(evaluation, gpu)],
         "extra": [
             *miss_tables(gpu_misses(evaluation, gpu), named),
             *device_tables(evaluation, gpu),
@@ -134,7 +134,7 @@ def report_context(evaluation: Evaluation, gpu: str) -> dict[str, Any]:
 
 
 def _quantity_context(evaluation: Evaluation, gpu: str, quantity: str) -> dict[str, Any]:
-    cells = metrics.cells_of(evaluation, gpu, quantity)
+    cells = figures.cells_of(evaluation, gpu, quantity)
     floor = evaluation.floors[quantity]
     named = [cell for cell in cells if abs(cell.error) > NAMED_ABOVE]
     return {
@@ -144,7 +144,7 @@ def _quantity_context(evaluation: Evaluation, gpu: str, quantity: str) -> dict[s
         "groups": [
             (
                 (title, *tables.FIGURE_COLUMNS),
-                [[name, *tables.figures(part)] for name, part in metrics.by_group(cells, attribute).items()],
+                [[name, *tables.figures(part)] for name, part in figures.by_group(cells, attribute).items()],
             )
             for title, attribute in GROUPS.items()
         ],
@@ -176,7 +176,7 @@ def _named(cell: Scored) -> list[str]:
     ]
 
 
-def _step(step: metrics.ErrorStep) -> list[str]:
+def _step(step: figures.ErrorStep) -> list[str]:
     median, worst = (f"{size / GIB:+.2f} GiB".replace("-", "−") for size in (step.median_bytes, step.worst_bytes))
     return [step.name, str(step.num_rows), median, f"{step.median_size_bytes / GIB:.2f} GiB", worst]
 

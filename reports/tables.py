@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.models.evaluation.metrics import AccuracySummary
-from peakcast.reports.metrics import LARGE, HeadlineRow, headline
+from peakcast.reports.figures import LARGE, HeadlineRow, headline
 
 QUANTITY_NAMES = {
     "peak_allocated_bytes": "allocated",

@@ -97,15 +97,15 @@ def _match_survivors(step: Timeline, before: Timeline, holders: Ints) -> tuple[I
     end = len(before.phases)
     outlives = np.flatnonzero((before.dies >= end) & (before.born < end) & (before.num_bytes > 0))
     outlives = outlives[np.argsort(before.born[outlives], kind="stable")]
-    standing = np.flatnonzero((step.born <= 0) & (step.dies > 0) & (step.num_bytes > 0))
-    continued, taken = [], []
+    existing = np.flatnonzero((step.born <= 0) & (step.dies > 0) & (step.num_bytes > 0))
+    continued, holding = [], []
     for keys in (_tensors, _sizes):
-        ours, theirs = keys(step, standing), keys(before, outlives)
+        ours, theirs = keys(step, existing), keys(before, outlives)
         mine, matched = _paired(ours, theirs)
-        continued.append(standing[mine])
-        taken.append(holders[outlives[matched]])
-        standing, outlives = np.delete(standing, mine), outlives[_unmatched(theirs, matched)]
-    return np.concatenate(continued), np.concatenate(taken), holders[outlives]
+        continued.append(existing[mine])
+        holding.append(holders[outlives[matched]])
+        existing, outlives = np.delete(existing, mine), outlives[_unmatched(theirs, matched)]
+    return np.concatenate(continued), np.concatenate(holding), holders[outlives]
 
 
 def _sizes(step: Timeline, which: Ints) -> npt.NDArray[np.uint64]:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from peakcast.models.baseline.evenly_routed import evenly_routed
 from peakcast.models.baseline.host import host_bytes
 from peakcast.models.baseline.measured_constants import Outside, outside
 from peakcast.models.ledger.scope.adapter_targets import require_adapters
-from peakcast.models.recipes.baseline_choice import BaselineName, Trace, chosen, seen_run, tracer
+from peakcast.models.recipes.baseline_choice import BaselineName, SeenRun, Trace, chosen, seen_run, tracer
 from peakcast.timelines.timeline import Category, Timeline
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 Ledger = Callable[..., Timeline]
 """`ledger(job, device=..., rank=..., step="first" | "steady") -> Timeline`."""
 
+RUN = ("first", "steady")
+"""The steps that represent a whole run."""
 NUM_LARGEST = 8
 NEARLY = 0.95
 """A rank that allocates at least this share of the worst rank's peak may reserve more than that rank."""
@@ -144,28 +146,16 @@ def _baseline(
     context = contexts_and_kernels_bytes(job, device)
     communicators = communicator_bytes(job, device)
     read = outside(job, device)
-    outside_bytes = read.num_bytes if read is not None else context + communicators
+    replays = _Replays(job, device, ledger, before, read.num_bytes if read is not None else context + communicators)
     seen = seen_run()
-    steps = [seen.timeline] if seen is not None else _steps_of_run(job, device, chosen, ledger)
-    run = _replay([*before(chosen), *steps], job, device, outside_bytes)
-    graphed = _graphed(job, device, chosen, ledger) if seen is None else []
-    run = _with_graphs(run, graphed, job, device, outside_bytes)
-    reserved_range = let_go = None
-    if seen is not None and seen.compiled:
-        nearby = [_replay(order, job, device, outside_bytes).peak_reserved_bytes for order in nearby_orders(steps)]
-        reserved = [run.peak_reserved_bytes, *nearby]
-        reserved_range = min(reserved), max(reserved)
-        run = replace(run, peak_reserved_bytes=sum(reserved) // len(reserved))
-    if seen is not None and seen.let_go is not None:
-        least = _replay([seen.let_go], job, device, outside_bytes)
-        let_go = least.peak_allocated_bytes, least.peak_reserved_bytes
+    replayed = replays.of_seen(seen, chosen) if seen is not None else replays.of_chosen(chosen)
+    run = replayed.run
     if rank is None:
-        alike = _nearly_as_full(job, chosen, steadies)
-        runs = [_replay_of(one, job, device, ledger, before, outside_bytes) for one in alike]
-        run = replace(run, peak_reserved_bytes=max(one.peak_reserved_bytes for one in (run, *runs)))
+        runs = [run, *(replays.of_rank(one) for one in _nearly_as_full(job, chosen, steadies))]
+        run = replace(run, peak_reserved_bytes=max(one.peak_reserved_bytes for one in runs))
     if evenly_routed(job) != job and seen is None:
         most = max(step.peak().num_bytes for step in (steady, first))
-        run = _with_fullest_expert(run, most - max(step.peak().num_bytes for step in steps))
+        run = _with_fullest_expert(run, most - max(step.peak().num_bytes for step in replayed.steps))
     return Baseline(
         rank=chosen,
         replayed_allocated_bytes=run.peak_allocated_bytes,
@@ -176,11 +166,86 @@ def _baseline(
         peak_device_bytes=run.peak_reserved_bytes + context + communicators,
         peak_host_bytes=host_bytes(job, lambda j: ledger(j, device=device, rank=chosen, step="steady")),
         generation_peaks_bytes=_generation_peaks(steady) if job.task == "inference" else {},
-        reserved_range_bytes=reserved_range,
-        let_go_bytes=let_go,
+        reserved_range_bytes=replayed.reserved_range,
+        let_go_bytes=replayed.let_go,
         outside=read,
-        **_of_the_steps(steady, first, *graphed),
+        **_of_the_steps(steady, first, *replayed.graphed),
     )
+
+
+class _Replayed(NamedTuple):
+    """What the replay of a rank's run gives."""
+
+    run: Replay
+    steps: Sequence[Timeline]
+    """The steps that were replayed, or the whole run that was observed."""
+    graphed: Sequence[Timeline] = ()
+    """The steps that CUDA graphs add."""
+    reserved_range: tuple[int, int] | None = None
+    """As `Baseline.reserved_range_bytes`."""
+    let_go: tuple[int, int] | None = None
+    """As `Baseline.let_go_bytes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Replays:
+    """Replays what ranks of `job` do on `device`, of whose memory `outside_bytes` are held outside PyTorch. `before`: the
+    timelines of what a rank does before its first step."""
+
+    job: TrainingJob
+    device: Device
+    ledger: Ledger
+    before: Callable[[int], Sequence[Timeline]]
+    outside_bytes: int
+
+    def of_chosen(self, rank: int) -> _Replayed:
+        """The replay of the rank of the answer."""
+        steps, graphed = _steps_of_run(self.job, self.device, rank, self.ledger), self._graphed(rank)
+        return _Replayed(self._with_graphs(self._replay([*self.before(rank), *steps]), graphed), steps, graphed)
+
+    def of_rank(self, rank: int) -> Replay:
+        """The replay of another rank of the answer's stage."""
+        steps = [self.ledger(evenly_routed(self.job), device=self.device, rank=rank, step=step) for step in RUN]
+        return self._with_graphs(self._replay([*self.before(rank), *steps]), self._graphed(rank))
+
+    def of_seen(self, seen: SeenRun, rank: int) -> _Replayed:
+        """The replay of a run that was observed. If generated code ran, what is reserved is the mean over nearby orders of
+        its requests."""
+        steps = [seen.timeline]
+        run, reserved_range, let_go = self._replay([*self.before(rank), *steps]), None, None
+        if seen.compiled:
+            nearby = [self._replay(order).peak_reserved_bytes for order in nearby_orders(steps)]
+            reserved = [run.peak_reserved_bytes, *nearby]
+            reserved_range = min(reserved), max(reserved)
+            run = replace(run, peak_reserved_bytes=sum(reserved) // len(reserved))
+        if seen.let_go is not None:
+            least = self._replay([seen.let_go])
+            let_go = least.peak_allocated_bytes, least.peak_reserved_bytes
+        return _Replayed(run, steps, reserved_range=reserved_range, let_go=let_go)
+
+    def _replay(self, steps: Sequence[Timeline]) -> Replay:
+        return _replay(steps, self.job, self.device, self.outside_bytes)
+
+    def _graphed(self, rank: int) -> list[Timeline]:
+        """The steps that CUDA graphs add; none without, nor with those of other frameworks than Megatron-LM."""
+        if self.job.framework != "megatron":
+            return []
+        from peakcast.models.ledger.megatron.cuda_graphs import graphed_steps
+
+        job = evenly_routed(self.job)
+        return [self.ledger(job, device=self.device, rank=rank, step=step) for step in graphed_steps(self.job)]
+
+    def _with_graphs(self, run: Replay, graphed: Sequence[Timeline]) -> Replay:
+        """The replay of a run that goes on with the steps `graphed`, before which the cache is emptied."""
+        if not graphed:
+            return run
+        further = self._replay(graphed)
+        return replace(
+            run,
+            peak_allocated_bytes=max(run.peak_allocated_bytes, further.peak_allocated_bytes),
+            peak_reserved_bytes=max(run.peak_reserved_bytes, further.peak_reserved_bytes),
+            num_retries=run.num_retries + further.num_retries,
+        )
 
 
 def _nearly_as_full(job: TrainingJob, chosen: int, steadies: Mapping[int, Timeline]) -> list[int]:
@@ -209,42 +274,6 @@ def _of_the_steps(steady: Timeline, first: Timeline, *graphed: Timeline) -> dict
     }
 
 
-def _replay_of(
-    rank: int,
-    job: TrainingJob,
-    device: Device,
-    ledger: Ledger,
-    before: Callable[[int], Sequence[Timeline]],
-    outside_bytes: int,
-) -> Replay:
-    """The replay of a run of `rank`."""
-    steps = [ledger(evenly_routed(job), device=device, rank=rank, step=step) for step in ("first", "steady")]
-    run = _replay([*before(rank), *steps], job, device, outside_bytes)
-    return _with_graphs(run, _graphed(job, device, rank, ledger), job, device, outside_bytes)
-
-
-def _graphed(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -> list[Timeline]:
-    """The steps that CUDA graphs add; none without, nor with those of other frameworks than Megatron-LM."""
-    if job.framework != "megatron":
-        return []
-    from peakcast.models.ledger.megatron.cuda_graphs import graphed_steps
-
-    return [ledger(evenly_routed(job), device=device, rank=rank, step=step) for step in graphed_steps(job)]
-
-
-def _with_graphs(run: Replay, graphed: Sequence[Timeline], job: TrainingJob, device: Device, outside_bytes: int) -> Replay:
-    """The replay of a run that goes on with the steps `graphed`, before which the cache is emptied."""
-    if not graphed:
-        return run
-    further = _replay(graphed, job, device, outside_bytes)
-    return replace(
-        run,
-        peak_allocated_bytes=max(run.peak_allocated_bytes, further.peak_allocated_bytes),
-        peak_reserved_bytes=max(run.peak_reserved_bytes, further.peak_reserved_bytes),
-        num_retries=run.num_retries + further.num_retries,
-    )
-
-
 def _steps_of_run(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -> list[Timeline]:
     """The steps that are replayed: with equal shares for every expert. Which one is the fullest changes from layer to layer
     and from step to step, and replaying always the same one leaves up to 9 GiB more in the cache than published runs had
@@ -252,7 +281,7 @@ def _steps_of_run(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -
     even = evenly_routed(job)
     if lengths_change(job):
         return _drawn_steps(even, device, rank, ledger)
-    return [ledger(even, device=device, rank=rank, step=step) for step in ("first", "steady")]
+    return [ledger(even, device=device, rank=rank, step=step) for step in RUN]
 
 
 def _with_fullest_expert(run: Replay, more_bytes: int) -> Replay:
@@ -304,13 +333,12 @@ def usable_bytes(job: TrainingJob, device: Device) -> int:
 
 
 def _generation_peaks(steady: Timeline) -> dict[str, int]:
-    """Peaks of the parts of a generation, by the first word of their labels; none where they are not labelled."""
-    found = {}
-    for part in ("prefill", "decode"):
-        inside = np.array([label.startswith(f"{part} ") for label in steady.labels], dtype=bool)
-        if inside.any():
-            found[part] = int(steady.totals[: len(inside)][inside].max())
-    return found
+    """Peaks of prefill and of decoding; none if the timeline does not tell them apart."""
+    begun = steady.decoding_from
+    if begun is None:
+        return {}
+    parts = {"prefill": steady.totals[:begun], "decode": steady.totals[begun:]}
+    return {part: int(totals.max()) for part, totals in parts.items() if len(totals)}
 
 
 def _between_steps(steady: Timeline) -> int:

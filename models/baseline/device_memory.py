@@ -42,9 +42,9 @@ AMPERE_NCCL_BYTES = 128 * MIB
 without peer access, where buffers are a few MiB, hold 0.13 GiB after NCCL 2.21.5's first collectives (log of SGLang's start
 under torch 2.5 in didier-durand/llms-in-clouds)."""
 HOPPER_COMMUNICATOR_BYTES = {12: 990 * MIB, 13: 699 * MIB}
-"""Both together, for 8 ranks from compute capability 9.0 on, by major release of CUDA, including NVLink SHARP's buffers.
-Source: median of what a process holds after NCCL's first collective on 8 × H100 (1,510 MiB under CUDA 12, 1,176 MiB under
-CUDA 13; device_constants_h100.jsonl), less the context above."""
+"""Buffers and kernels together, for 8 ranks from compute capability 9.0 on, by major release of CUDA, including NVLink
+SHARP's buffers. Source: median of what a process holds after NCCL's first collective on 8 × H100 (1,510 MiB under CUDA 12,
+1,176 MiB under CUDA 13; device_constants_h100.jsonl), less the context above."""
 
 
 def cuda_major(versions: Mapping[str, Any]) -> int:

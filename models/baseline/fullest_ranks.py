@@ -1,5 +1,5 @@
 """Which ranks of a job to compare when looking for its worst: one for each place in the layout that differs. Where ranks
-own whole tensors, of the ranks with the same place the one whose optimizer owns most."""
+own whole tensors, ranks with the same place differ too, and the one whose optimizer owns most is compared."""
 
 from __future__ import annotations
 

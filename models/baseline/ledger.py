@@ -62,7 +62,7 @@ def _ledger(job: TrainingJob, device: Device | None, rank: int | None, step: Ste
                 parameter="architecture",
                 value=job.architecture.name,
             )
-    elif job.architecture.kind == "undescribed":  # a Llama of a mixture's widths has a twentieth of its bytes
+    elif job.architecture.kind == "undescribed":  # a mixture counted as a dense Llama has a twentieth of its bytes
         raise SpecError(
             f"baseline='ledger' has no numbers for model_type={job.architecture.model_type!r}, which is no family of the "
             "ledger; leave it out, or use 'recipe' or 'trace'.",

@@ -99,8 +99,8 @@ def _map(function: Callable[[_Task], Ints], tasks: Sequence[_Task], processes: i
             yield from pool.map(function, tasks, chunksize=max(1, len(tasks) // (processes * 8)))
         except BrokenProcessPool:
             raise LostError(
-                f"one of the {processes} processes of the sweep was ended from outside, perhaps for the memory that it "
-                "had; ask again with fewer (processes=1)."
+                f"one of the {processes} processes of the sweep was killed, perhaps because the machine ran out of "
+                "memory; ask again with fewer (processes=1)."
             ) from None
 
 

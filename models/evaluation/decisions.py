@@ -2,7 +2,8 @@
 
 There are two kinds of truth. A measured peak says whether the job would fit a GPU of any capacity, so each row is judged
 for several capacities by the rule of `predict.judge`: `yes` if the one-sided 95 % bound is below the capacity, `no` if the
-lower end is above it. And the runs themselves show whether they fitted the GPU that they ran on. Repeats share one weight.
+lower end is above it. And the runs themselves show whether they fitted the GPU that they ran on. Repeats of a
+configuration share one weight.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def outside_estimated(base: Baseline, device_bytes: int) -> Finding | None:
     parts = "CUDA context, kernels and NCCL" if base.communicator_bytes else "CUDA context and kernels"
     sentence = (
         f"what lies outside PyTorch's allocator ({parts}) is an estimate: a published run held {format_gib(more)} more "
-        "than its equal on another machine, as processes do that load all kernels at once (CUDA_MODULE_LOADING=EAGER); "
-        "`peakcast collect constants` measures yours."
+        "than the same run on another machine, as happens where all kernels are loaded at once "
+        "(CUDA_MODULE_LOADING=EAGER); `peakcast collect constants` measures yours."
     )
     return Finding("outside_estimated", "", "more", sentence)

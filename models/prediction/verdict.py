@@ -111,6 +111,6 @@ def _cache(bar: Interval, there: int) -> Finding:
 def _host_memory(bar: Interval, there: int) -> Finding:
     sentence = (
         f"a rank needs {format_gib(bar.point)} of host memory, and a usual node has at most {format_gib(there)} a GPU; "
-        "give --host-memory-gib, the host memory of a node, to have it weighed."
+        "give --host-memory-gib, the host memory of a node, to have it checked."
     )
     return Finding("host_memory_not_given", "host_memory_gib", "either", sentence)

@@ -90,7 +90,7 @@ class Chunking:
 
 
 def loops_of(walk: Walk, number: int) -> tuple[Loop, ...]:
-    """The loops of a walk of so many chunks, as they stand in one of KEPT chunks."""
+    """The loops of a walk of so many chunks, by their places in a walk of KEPT chunks."""
     found: list[Loop] = []
     for backward in (False, True):
         labels, start = walk.labels[_stretch(walk, backward)], 0
@@ -196,7 +196,7 @@ def lengthened(walk: Walk, loops: Sequence[Loop], number: int) -> tuple[Walk, In
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """Where instants of a walk of KEPT chunks are in one with `more`. Copies stand in the middle of each loop."""
+    """Where instants of a walk of KEPT chunks are in one with `more`. Copies are in the middle of each loop."""
 
     loops: Sequence[Loop]
     more: int

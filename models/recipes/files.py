@@ -94,27 +94,64 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
 
 def from_mapping(mapping: dict[str, Any]) -> Recipe:
     """The recipe of plain data. Raises: ValueError, KeyError, TypeError if the data is not a recipe."""
-    names = tuple(map(str, mapping["names"]))
-    count, places = len(names), int(mapping["num_places"])
-    columns = {name: np.array(mapping[name], dtype=np.int64) for name in _WALK}
+    walk = _walk(mapping)
+    count = len(walk.names)
+    sizes = _sizes(mapping, count)
+    if not walk.num_places // 2 <= int(mapping["layers"]) <= MOST_LAYERS:
+        raise ValueError(f"layers must be from those that were recorded to {MOST_LAYERS:,}")
+    how: Repeats | None = None
+    copies: tuple[int, ...] = ()
+    if mapping["repeats"] is not None:
+        how, copies = _repeats(mapping["repeats"], int(mapping["layers"]) - walk.num_places // 2, count)
+    low, high = mapping["batches"]
+    short, long = mapping["lengths"]
+    targets = tuple(map(int, mapping["targets"])) if "targets" in mapping else None
+    chunking = _chunking(mapping["chunking"], walk) if "chunking" in mapping else None
+    told = 2 + (targets is not None) + (chunking is not None)
+    if len(sizes.exponents[0]) != told or (targets is not None and len(targets) != 2):
+        raise ValueError("its sizes are of other lengths than it says")
+    return Recipe(
+        walk,
+        how,
+        copies,
+        sizes,
+        (int(low), int(high)),
+        (int(short), int(long)),
+        (targets[0], targets[1]) if targets else None,
+        bool(mapping["even"]),
+        FrozenMapping({str(key): str(value) for key, value in mapping["versions"].items()}),
+        chunking,
+    )
+
+
+def _sizes(mapping: dict[str, Any], count: int) -> Sizes:
+    """The sizes of the recipe's `count` tensors."""
     exponents = tuple(tuple(map(int, powers)) for powers in mapping["exponents"])
     coefficients = np.array(mapping["coefficients"], dtype=np.int64).reshape(len(exponents), count)
     multiples = np.array(mapping["multiples"], dtype=np.int64)
-    stretches = mapping["stretches"]
-    shapes = {"categories": (count,), "gradients": (count,), "lives": (7, count)}
-    if any(columns[name].shape != shape for name, shape in shapes.items()) or multiples.shape != (count,):
+    if multiples.shape != (count,):
         raise ValueError("its columns are not of one length")
-    if exponents not in BY_POINTS.values() or (multiples < 1).any() or places < 1:
+    if exponents not in BY_POINTS.values() or (multiples < 1).any():
         raise ValueError("its sizes are no polynomials")
-    if not places // 2 <= int(mapping["layers"]) <= MOST_LAYERS:
-        raise ValueError(f"layers must be from those that were recorded to {MOST_LAYERS:,}")
+    return Sizes(exponents, coefficients, multiples)
+
+
+def _walk(mapping: dict[str, Any]) -> Walk:
+    """The recorded step, whose tensors have no sizes of their own: those of the recipe are polynomials."""
+    names, stretches = tuple(map(str, mapping["names"])), mapping["stretches"]
+    count, places = len(names), int(mapping["num_places"])
+    columns = {name: np.array(mapping[name], dtype=np.int64) for name in _WALK}
+    shapes = {"categories": (count,), "gradients": (count,), "lives": (7, count)}
+    if any(columns[name].shape != shape for name, shape in shapes.items()):
+        raise ValueError("its columns are not of one length")
+    if places < 1:
+        raise ValueError("it has no places")
     returned = tuple(map(int, mapping.get("returned", ())))
     if any(not 0 <= entry < count for entry in returned):
         raise ValueError("it returns tensors that it does not have")
     if not stretches or len(stretches) % (2 * places) or (abs(columns["lives"]) > len(stretches) + 10**6).any():
         raise ValueError("its stretches are not those of a step")
-    sizes = Sizes(exponents, coefficients, multiples)
-    walk = Walk(
+    return Walk(
         num_places=places,
         labels=tuple(tuple(map(str, labels)) for labels, _ in stretches),
         phases=tuple(bytes(phases) for _, phases in stretches),
@@ -131,30 +168,6 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         image_tokens=int(mapping.get("image_tokens", 0)),
         replaced=pairs_of(mapping.get("replaced", ())),
         returned=returned,
-    )
-    how: Repeats | None = None
-    copies: tuple[int, ...] = ()
-    if mapping["repeats"] is not None:
-        how, copies = _repeats(mapping["repeats"], int(mapping["layers"]) - places // 2, count)
-    low, high = mapping["batches"]
-    short, long = mapping["lengths"]
-    targets = tuple(map(int, mapping["targets"])) if "targets" in mapping else None
-    chunking = _chunking(mapping["chunking"], walk) if "chunking" in mapping else None
-    told = 2 + (targets is not None) + (chunking is not None)
-    if len(exponents[0]) != told or (targets is not None and len(targets) != 2):
-        raise ValueError("its sizes are of other lengths than it says")
-    versions = FrozenMapping({str(key): str(value) for key, value in mapping["versions"].items()})
-    return Recipe(
-        walk,
-        how,
-        copies,
-        sizes,
-        (int(low), int(high)),
-        (int(short), int(long)),
-        (targets[0], targets[1]) if targets else None,
-        bool(mapping["even"]),
-        versions,
-        chunking,
     )
 
 

@@ -26,7 +26,7 @@ QUANTITIES = tuple(SEEN_BY)
 Fits = Literal["yes", "no", "uncertain"]
 RestsOn = Literal["measurements", "relatives", "judgement"]
 """Source of a bar: errors on rows like the job; on rows of another GPU type or of similar kinds of jobs; or a judgement,
-because no row is like the job (`models.spread.PRIORS`)."""
+because no row is like the job (`models.calibration.spread.PRIORS`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 PeakcastError
 ├── SpecError          a job, an architecture or a configuration that cannot be (also a ValueError)
 ├── CatalogError       a name the catalog does not know (also a LookupError)
-├── RecordError        a dataset file that cannot be read or written as it stands
+├── RecordError        a dataset file that cannot be read or written as it is
 ├── CollectorError     a measurement that cannot be started
 │   └── ScriptError    a training script that a dry run could not follow
 ├── CalibrationError   a calibration that is missing, damaged or of another schema version
@@ -48,7 +48,7 @@ class CatalogError(PeakcastError, LookupError):
 
 
 class RecordError(PeakcastError):
-    """A dataset file that cannot be read or written as it stands."""
+    """A dataset file that cannot be read or written as it is."""
 
 
 class CollectorError(PeakcastError):

@@ -16,6 +16,7 @@ from importlib import resources
 from typing import Any
 
 from peakcast.core.errors import SpecError, near_misses
+from peakcast.core.fields import FrozenMapping
 from peakcast.core.findings import Finding
 
 ASSUMED_TORCH = "2.11"
@@ -106,6 +107,15 @@ def tag_of(container: object) -> str:
 def resolved(versions: Mapping[str, Any]) -> Mapping[str, Any]:
     """`versions` with those of its container added, and with the releases of the time for versions that are commits or
     months; versions that are given directly have priority."""
+    return _resolved_once(versions) if isinstance(versions, FrozenMapping) else _resolved(versions)
+
+
+@functools.lru_cache(maxsize=1024)
+def _resolved_once(versions: FrozenMapping) -> Mapping[str, Any]:
+    return _resolved(versions)
+
+
+def _resolved(versions: Mapping[str, Any]) -> Mapping[str, Any]:
     if CONTAINER in versions:
         tag = tag_of(versions[CONTAINER])
         image = {name: version for name, version in containers().get(tag, {}).items() if name != "source"}

@@ -102,7 +102,7 @@ def _remarks(asked: Question, prediction: Prediction) -> tuple[str, ...]:
     generates = asked.job.task == "inference" and asked.job.architecture.kind == "decoder"
     if not generates or not prediction.is_covered or wants_recipe(asked.job):
         return ()
-    from peakcast.explaining.generation import cache_sentences
+    from peakcast.explaining.key_value_cache import cache_sentences
 
     return cache_sentences(asked.job, asked.device, prediction)
 

@@ -22,7 +22,7 @@ from peakcast.models.calibration.calibration import calibration_for, calibration
 
 COMPILED = {
     True: "reserved memory is replayed by compiled code.",
-    False: "reserved memory is replayed in Python, which gives the same and takes some twenty-five times as long; install "
+    False: "reserved memory is replayed in Python, with the same result in some twenty-five times the time; install "
     "peakcast from a wheel of this system, or where there is a C compiler.",
 }
 """By whether the compiled replay is in use. How much slower the other is: models/allocator/_pool_replay.c."""

@@ -14,6 +14,7 @@ from peakcast.answers.explanation import Explanation
 from peakcast.catalog import Device
 from peakcast.core.errors import SpecError
 from peakcast.core.findings import Finding, ordered
+from peakcast.dialects.common.translation import Translation
 from peakcast.doors.destinations import output_errors
 from peakcast.doors.questions import Rank, on_node, rank_number, translation_of
 from peakcast.doors.recipe_files import read_recipe_file, recipe_from
@@ -47,16 +48,28 @@ def explanation(
     device = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
     device = on_node(device, None, None) if device is not None else None
     if module is not None:
-        from peakcast.collectors.tracing.module import trace_module
-
-        if against is not None:
-            raise SpecError("against cannot be used with module: a module is no job; leave one out.", parameter="against")
-        return of_module(by_layer(trace_module(module, device.name if device else None)["steady"]), module, device)
+        return _of_module(module, device, against)
     with for_tracing() if trace else contextlib.nullcontext():
         translation = translation_of(job)
     if trace and translation.job.architecture.kind == "undescribed":
         return _undescribed(translation.job, device, against)
     ensure_recipe(translation.job, progress)
+    return _of_job(translation, device, rank, against, trace=trace)
+
+
+def _of_module(module: str, device: Device | None, against: object) -> Explanation:
+    """The explanation of a traced module, given as "FILE.py:FUNCTION"."""
+    from peakcast.collectors.tracing.module import trace_module
+
+    if against is not None:
+        raise SpecError("against cannot be used with module: a module is no job; leave one out.", parameter="against")
+    return of_module(by_layer(trace_module(module, device.name if device else None)["steady"]), module, device)
+
+
+def _of_job(
+    translation: Translation, device: Device | None, rank: Rank, against: object, *, trace: bool
+) -> Explanation:
+    """The explanation of a job that has been read, beside the job `against` if there is one."""
     other = translation_of(against) if against is not None else None
     try:
         found = explain(

@@ -102,10 +102,11 @@ def recipe_from(file: RecipeFile, path: Path, job: TrainingJob) -> Iterator[str]
 
 def _sentence(file: RecipeFile, path: Path) -> str:
     if not file.command:
-        return f"tensors are those of {path.name}, which peakcast record has written."
-    stays = "; what it makes of its own numbers, such as tables of positions, is as it was then" if file.own_steps else ""
+        return f"tensors come from the recipe {path.name}, written by peakcast record."
+    stays = "; sizes that its script fixes, such as tables of positions, are as recorded" if file.own_steps else ""
     return (
-        f"tensors are those of {path.name}, kept by a dry run of {file.command}, whose peak it met to {CLOSE:.1%}{stays}."
+        f"tensors come from the recipe {path.name}, saved by a dry run of {file.command}, whose peak it reproduces within "
+        f"{CLOSE:.1%}{stays}."
     )
 
 

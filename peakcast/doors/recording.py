@@ -70,7 +70,7 @@ def _unknown_to_its_library(job: TrainingJob) -> str:
         return ""
     return (
         f"transformers {installed_libraries()[TRANSFORMERS]} has no model_type={kind!r}, and code from the hub is not run "
-        "here; a newer transformers may have it, and a script of yours that trains it is what `peakcast dryrun` asks with"
+        "here; a newer transformers may have it, or run your own training script with `peakcast dryrun`"
     )
 
 

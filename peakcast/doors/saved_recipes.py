@@ -143,7 +143,7 @@ def _proof(seen: DryrunStep, job: TrainingJob, recipe: Recipe) -> tuple[dict[str
     otherwise = " or lays it out in another way" if job.parallelism.world_size > 1 else ""
     where = [f"{one.peak().phase.name.lower().replace('_', ' ')}" for one in (ours, theirs)]
     return phases, (
-        f"a step of {job.architecture.name}, placed as recipes are, peaks {error:+.1%} from the script's ({where[0]}; the "
+        f"a step of {job.architecture.name} by the recipe peaks {error:+.1%} from the script's ({where[0]}; the "
         f"script: {where[1]}), so the script does more than forward, backward and the step of an optimizer that is "
         f"known{otherwise}"
     )

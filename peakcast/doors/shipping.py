@@ -118,17 +118,10 @@ def record_all(
     """
     from peakcast.collectors.measure.recording import WalkRecorder
 
-    if library not in (TRANSFORMERS, TORCHTUNE):
-        rule = f"must be {TRANSFORMERS} or {TORCHTUNE}: those of other libraries are recorded when they are asked for"
-        raise SpecError(f"library={library!r} {rule}.", parameter="library", value=library)
-    if python == sys.executable:
-        need("recording recipes", "torch", *(("transformers",) if library == TRANSFORMERS else ()))
+    _check_library(library, python)
     with WalkRecorder(python) as recorder:
         known, versions = _of_transformers(recorder) if library == TRANSFORMERS else _of_torchtune(recorder)
-    for name in families:
-        if name not in known:
-            rule = f"must be a family that {library} has and the ledger has not{near_misses(name, known) or '.'}"
-            raise SpecError(f"families={name!r} {rule}", parameter="families", value=name)
+    _check_families(families, known, library)
     if library not in versions:
         raise CollectorError(f"{library} is not installed there; install it with: pip install {library}.")
     releases = FrozenMapping({name: public(versions[name]) for name in LIBRARIES[library] if name in versions})
@@ -152,6 +145,23 @@ def record_all(
     with ThreadPoolExecutor(processes) as pool:  # each thread waits for its own process
         list(pool.map(record, asked))
     return shipment
+
+
+def _check_library(library: str, python: str) -> None:
+    """Refuse a library whose families are not recorded all at once, or that this Python, if it is `python`, lacks."""
+    if library not in (TRANSFORMERS, TORCHTUNE):
+        rule = f"must be {TRANSFORMERS} or {TORCHTUNE}: those of other libraries are recorded when they are asked for"
+        raise SpecError(f"library={library!r} {rule}.", parameter="library", value=library)
+    if python == sys.executable:
+        need("recording recipes", "torch", *(("transformers",) if library == TRANSFORMERS else ()))
+
+
+def _check_families(families: Sequence[str], known: Iterable[str], library: str) -> None:
+    """Refuse a family that is none of the `known` ones."""
+    for name in families:
+        if name not in known:
+            rule = f"must be a family that {library} has and the ledger has not{near_misses(name, known) or '.'}"
+            raise SpecError(f"families={name!r} {rule}", parameter="families", value=name)
 
 
 def _of_torchtune(recorder: WalkRecorder) -> tuple[Mapping[str, Jobs], dict[str, str]]:

@@ -50,18 +50,8 @@ def tensor_parallel(share: StageOfJob) -> Iterator[CollectiveCall]:
 
     first, last = int(share.is_first), int(share.is_last)
     if layout.sequence_parallel:
-        gather, scatter = "all-gather", "reduce-scatter"
-        for function, what in ((gather, "inputs of qkv and fc1"), (scatter, "outputs of attention and feed-forward")):
-            yield call(function, what, "forward, each layer", halves, source=KORTHIKANTI)  # type: ignore[arg-type]
-            yield call(function, what, "backward, recomputed layers", again, source=KORTHIKANTI)  # type: ignore[arg-type]
-        yield call("all-gather", "gradients of the outputs", "backward, each layer", halves, source=KORTHIKANTI)
-        yield call("all-gather", "inputs again, for weight gradients", "backward, each layer", halves, source=KORTHIKANTI)
-        yield call("reduce-scatter", "gradients of the inputs", "backward, each layer", halves, source=KORTHIKANTI)
-        yield call("reduce-scatter", "embedding", "forward, first stage", first, source=KORTHIKANTI)
-        yield call("all-gather", "embedding's gradient", "backward, first stage", first, source=KORTHIKANTI)
-        yield call("all-gather", "output layer's input", "forward, last stage", last, source=KORTHIKANTI)
-        yield call("all-gather", "output layer's input again", "backward, last stage", last, source=KORTHIKANTI)
-        yield call("reduce-scatter", "output layer's input gradient", "backward, last stage", last, source=KORTHIKANTI)
+        for function, what, where, count in _of_sequence_parallelism(halves, again, first, last):
+            yield call(function, what, where, count, source=KORTHIKANTI)
     else:
         yield call("all-reduce", "outputs of attention and feed-forward", "forward, each layer", halves)
         yield call("all-reduce", "outputs of attention and feed-forward", "backward, recomputed layers", again)
@@ -76,6 +66,26 @@ def tensor_parallel(share: StageOfJob) -> Iterator[CollectiveCall]:
         yield call("all-reduce", "target logit; sum of exponentials", "loss, last stage", 2 * last, scalars, CROSS_ENTROPY)
     if n > 1 and layout.sequence_parallel and share.job.framework == "megatron" and architecture.moe is None:
         yield _replicated_gradients(share)
+
+
+def _of_sequence_parallelism(
+    halves: int, again: int, first: int, last: int
+) -> Iterator[tuple[CollectiveName, str, str, int]]:
+    """(function, what, where, count) of the exchanges of hidden states: `halves` of layers, `again` of recomputed ones;
+    `first`, `last`: 1 on the first and on the last stage."""
+    gather: CollectiveName = "all-gather"
+    scatter: CollectiveName = "reduce-scatter"
+    for function, what in ((gather, "inputs of qkv and fc1"), (scatter, "outputs of attention and feed-forward")):
+        yield function, what, "forward, each layer", halves
+        yield function, what, "backward, recomputed layers", again
+    yield gather, "gradients of the outputs", "backward, each layer", halves
+    yield gather, "inputs again, for weight gradients", "backward, each layer", halves
+    yield scatter, "gradients of the inputs", "backward, each layer", halves
+    yield scatter, "embedding", "forward, first stage", first
+    yield gather, "embedding's gradient", "backward, first stage", first
+    yield gather, "output layer's input", "forward, last stage", last
+    yield gather, "output layer's input again", "backward, last stage", last
+    yield scatter, "output layer's input gradient", "backward, last stage", last
 
 
 def _replicated_gradients(share: StageOfJob) -> CollectiveCall:

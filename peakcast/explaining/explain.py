@@ -25,7 +25,7 @@ from peakcast.timelines.timeline import Timeline
 
 NO_KERNELS = "a trace has no kernels: their workspaces, and libraries', are not in it."
 SOME_KERNELS = (
-    "of what kernels of {} take for themselves, the trace has cuBLAS's workspaces, sums and sorted indices, and no other."
+    "of what kernels of {} allocate for themselves, the trace includes only cuBLAS's workspaces, sums and sorted indices."
 )
 Source = Callable[[TrainingJob, int], Timeline]
 """Returns the timeline of a steady step of a job's rank."""

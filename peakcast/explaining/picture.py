@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from peakcast.answers.labels import phase_title
 from peakcast.core.drawing import INK, STYLE
@@ -64,35 +65,16 @@ def draw(timeline: Timeline, title: str, capacity_bytes: int | None = None) -> A
     axes = figure.add_subplot()
     instants = sampled(timeline, COLUMNS)
     heights = stacked(timeline)[:, instants] / GIB
-    edges = np.arange(COLUMNS + 1)
     totals = heights.sum(axis=0)
     top = float(totals.max())
     where = int(np.median(np.flatnonzero(instants == instants[np.argmax(totals)])))
     limit = top * 1.22
     if capacity_bytes is not None and capacity_bytes / GIB < 1.6 * top:
-        capacity = capacity_bytes / GIB
-        limit = max(limit, capacity * 1.08)
-        axes.axhline(capacity, color=RED, linewidth=1, linestyle="--", zorder=4)
-        label = f"the GPU's {capacity:.1f} GiB"
-        axes.text(10, capacity, label, va="bottom", ha="left", color=RED, fontsize=9, zorder=5)
-    base = np.zeros(COLUMNS)
-    for band, height in zip(BANDS, heights, strict=True):
-        if height.max() * GIB >= 1:
-            upper = base + height
-            axes.fill_between(
-                edges, np.append(base, base[-1]), np.append(upper, upper[-1]), step="post", color=band.colour,
-                linewidth=0, label=band.name, zorder=2,
-            )  # fmt: skip
-            base = upper
+        limit = max(limit, capacity_bytes / GIB * 1.08)
+        _draw_capacity(axes, capacity_bytes / GIB)
+    _draw_bands(axes, heights)
     _shade(axes, timeline, instants)
-    axes.annotate(
-        f"peak {timeline.peak().num_bytes / GIB:,.2f} GiB",
-        xy=(where, top),
-        xytext=(min(max(where, 0.09 * COLUMNS), 0.9 * COLUMNS), top + 0.07 * limit),
-        ha="center", va="bottom", fontsize=10, fontweight="bold", color=INK, zorder=6,
-        arrowprops={"arrowstyle": "->", "color": INK},
-        bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.5},
-    )  # fmt: skip
+    _mark_peak(axes, where, top, limit, f"peak {timeline.peak().num_bytes / GIB:,.2f} GiB")
     axes.set(xlim=(0, COLUMNS), ylim=(0, limit), ylabel="GiB", xticks=[])
     axes.set_xlabel("operations of one step, in order; short phases are drawn wider")
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=28)
@@ -102,6 +84,38 @@ def draw(timeline: Timeline, title: str, capacity_bytes: int | None = None) -> A
         handlelength=1.2,
     )  # fmt: skip
     return figure
+
+
+def _draw_capacity(axes: Any, capacity_gib: float) -> None:
+    """A line at the GPU's capacity."""
+    axes.axhline(capacity_gib, color=RED, linewidth=1, linestyle="--", zorder=4)
+    label = f"the GPU's {capacity_gib:.1f} GiB"
+    axes.text(10, capacity_gib, label, va="bottom", ha="left", color=RED, fontsize=9, zorder=5)
+
+
+def _draw_bands(axes: Any, heights: npt.NDArray[np.float64]) -> None:
+    """A band for each kind of tensor, one on top of the other. `heights`: GiB. [num_bands, COLUMNS]"""
+    edges, base = np.arange(COLUMNS + 1), np.zeros(COLUMNS)
+    for band, height in zip(BANDS, heights, strict=True):
+        if height.max() * GIB >= 1:
+            upper = base + height
+            axes.fill_between(
+                edges, np.append(base, base[-1]), np.append(upper, upper[-1]), step="post", color=band.colour,
+                linewidth=0, label=band.name, zorder=2,
+            )  # fmt: skip
+            base = upper
+
+
+def _mark_peak(axes: Any, where: int, top: float, limit: float, text: str) -> None:
+    """An arrow with `text` to the peak, `top` GiB in column `where`; `limit`: the GiB at the upper edge."""
+    axes.annotate(
+        text,
+        xy=(where, top),
+        xytext=(min(max(where, 0.09 * COLUMNS), 0.9 * COLUMNS), top + 0.07 * limit),
+        ha="center", va="bottom", fontsize=10, fontweight="bold", color=INK, zorder=6,
+        arrowprops={"arrowstyle": "->", "color": INK},
+        bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.5},
+    )  # fmt: skip
 
 
 def _shade(axes: Any, timeline: Timeline, instants: Any) -> None:

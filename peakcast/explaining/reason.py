@@ -84,15 +84,15 @@ def _listed(sizes: Mapping[str, int], total: int) -> str:
 
 def _standing(reason: PeakReason) -> str:
     total = sum(reason.standing_bytes.values())
-    return f"Of it {format_gib(total)} were there before the step: {_listed(reason.standing_bytes, reason.num_bytes)}."
+    return f"{format_gib(total)} of it existed before the step: {_listed(reason.standing_bytes, reason.num_bytes)}."
 
 
 def _on_top(facts: Facts) -> str:
     total = sum(facts.reason.on_top_bytes.values())
     if not total:
-        return "Nothing of this step came on top."
+        return "The step itself added nothing."
     return (
-        f"The step itself put {format_gib(total)} on top: {_listed(facts.reason.on_top_bytes, facts.reason.num_bytes)}; "
+        f"The step itself added {format_gib(total)}: {_listed(facts.reason.on_top_bytes, facts.reason.num_bytes)}; "
         f"the biggest are {facts.biggest_on_top()}."
     )
 
@@ -103,8 +103,8 @@ def _since(reason: PeakReason) -> str:
     least = WORTH_NAMING * reason.num_bytes
     grown = [f"{category_name(n)} grew by {format_gib(s)}" for n, s in reason.grown_bytes.items() if s >= least]
     released = [f"{format_gib(-s)} of {category_name(n)}" for n, s in reason.grown_bytes.items() if -s >= least]
-    told = [" and ".join(grown), f"{' and '.join(released)} went" if released else ""]
-    said = ", while ".join(part for part in told if part) or "nothing of size changed"
+    told = [" and ".join(grown), f"{' and '.join(released)} were freed" if released else ""]
+    said = ", while ".join(part for part in told if part) or "nothing large changed"
     return f"Since the end of {phase_name(reason.previous_phase)}, {said}."
 
 
@@ -113,11 +113,10 @@ def _next(reason: PeakReason) -> str:
         return ""
     less = reason.num_bytes - reason.next_bytes
     if format_gib(less) == format_gib(0):
-        return f"The peak of {phase_name(reason.next_phase)} is as high: a change that lowers this one alone saves nothing."
+        return f"The peak of {phase_name(reason.next_phase)} is as high: a change that lowers only this one saves nothing."
     return (
-        f"Were it not for this, the next peak would be that of {phase_name(reason.next_phase)}, "
-        f"{format_gib(reason.next_bytes)}, {format_gib(less)} lower. "
-        "A change that lowers this peak alone saves no more than that."
+        f"The next highest peak, in {phase_name(reason.next_phase)}, is {format_gib(reason.next_bytes)}: a change that "
+        f"lowers only this one saves at most {format_gib(less)}."
     )
 
 

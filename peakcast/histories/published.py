@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import IO, Any
 
 from peakcast.core.errors import RecordError, SpecError
@@ -36,7 +37,7 @@ ACTIONS = {
 def published_history(file: IO[bytes], name: str) -> History:
     """The history that the lines of `file` hold. Raises: RecordError naming the line."""
     lines = _lines(file, name)
-    number, header = next(lines, (1, None))
+    _, header = next(lines, (1, None))
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise RecordError(
             f"{name}, line 1: not the header of an allocator history (a mapping with format: {FORMAT!r}); give a snapshot "
@@ -44,15 +45,39 @@ def published_history(file: IO[bytes], name: str) -> History:
         )
     try:
         unit = _whole(header.get("address_unit", 512))
-        settings = _settings(header)
-        segments = tuple(_segment(row, unit) for row in header["initial"]["segments"])
-        blocks = tuple(HandedOut(_whole(a) * unit, _whole(s), _whole(r)) for a, s, r in header["initial"]["blocks"])
-        categories = [str(text) for text in header["categories"]]
-        peak = _whole(header["real"]["peak_reserved"])
-        device = _whole(header.get("device", 0))
+        begun = _begun(header, name, unit)
     except (KeyError, TypeError, ValueError, SpecError) as error:
         raise RecordError(f"{name}, line 1: the header lacks something or has it wrong ({error!r}).") from error
-    events, num_categories = [], len(categories)
+    events, categories = _events(lines, name, unit, begun.categories)
+    made = sum(event.action is Action.ALLOC for event in events)
+    if made != header.get("allocations", made):
+        raise RecordError(f"{name} is cut off: {made:,} allocations of {header['allocations']!r:.40}.")
+    return replace(begun, events=events, categories=categories)
+
+
+def _begun(header: dict[str, Any], name: str, unit: int) -> History:
+    """The history before its first event. `unit`: bytes of one step of an address."""
+    return History(
+        name=name,
+        device=_whole(header.get("device", 0)),
+        torch=str(header.get("torch") or ""),
+        gpu=str(header.get("gpu") or ""),
+        settings=_settings(header),
+        segments=tuple(_segment(row, unit) for row in header["initial"]["segments"]),
+        blocks=tuple(HandedOut(_whole(a) * unit, _whole(s), _whole(r)) for a, s, r in header["initial"]["blocks"]),
+        events=(),
+        categories=tuple(str(text) for text in header["categories"]),
+        peak_reserved_bytes=_whole(header["real"]["peak_reserved"]),
+    )
+
+
+def _events(
+    lines: Iterator[tuple[int, Any]], name: str, unit: int, known: tuple[str, ...]
+) -> tuple[tuple[Event, ...], tuple[str, ...]]:
+    """The events of `lines`, and all categories: the `known` ones of the header, then those that marks of the program
+    name."""
+    events: list[Event] = []
+    categories, num_categories = list(known), len(known)
     for number, row in lines:
         try:
             event = _event(row, unit, num_categories)
@@ -64,21 +89,7 @@ def published_history(file: IO[bytes], name: str) -> History:
             raise RecordError(f"{name}, line {number}: not an event of an allocator history ({error!r}).") from error
         if len(events) > MAX_EVENTS:
             raise RecordError(f"{name}: more than {MAX_EVENTS:,} events; give a shorter recording.")
-    made = sum(event.action is Action.ALLOC for event in events)
-    if made != header.get("allocations", made):
-        raise RecordError(f"{name} is cut off: {made:,} allocations of {header['allocations']!r:.40}.")
-    return History(
-        name=name,
-        device=device,
-        torch=str(header.get("torch") or ""),
-        gpu=str(header.get("gpu") or ""),
-        settings=settings,
-        segments=segments,
-        blocks=blocks,
-        events=tuple(events),
-        categories=tuple(categories),
-        peak_reserved_bytes=peak,
-    )
+    return tuple(events), tuple(categories)
 
 
 def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, Any]]:

@@ -115,13 +115,15 @@ def conventions_of(
 ) -> Mapping[str, Any]:
     """Every convention that applies to a job with these properties; the keys of `facts` are `FACTS`."""
     values: dict[str, Any] = {}
+    given = {**resolved(versions), **facts, **options}
     for stanza in _stanzas().get(framework, []):
-        if _holds(stanza.get("when", {}), {**values, **resolved(versions), **facts, **options}):
+        if _holds(stanza.get("when", {}), {**values, **given}):
             values.update(stanza["conventions"])
     values.update(options)
     return values
 
 
+@functools.cache
 def packages_of(framework: str) -> frozenset[str]:
     """The packages whose versions the stanzas of `framework` understand."""
     stanzas = _stanzas().get(framework, [])
@@ -145,12 +147,13 @@ def assumed_versions(job: TrainingJob) -> str:
     given = {name: version for name, version in resolved(job.versions).items() if release(version)}
     facts = {**conventions(job), **given, **_facts(job)}
     unused = {package for package, uses in ONLY_USED_BY.items() if not uses(job)}
+    said = {"torch", CONTAINER, *facts, *STACKS, *unused}
     newest = sorted(
         {
             package
             for stanza in _stanzas().get(job.framework, [])
             for package in stanza.get("when", {})
-            if package not in {"torch", CONTAINER, *facts, *STACKS, *unused}
+            if package not in said
             and _holds({other: ranges for other, ranges in stanza["when"].items() if other != package}, facts)
         }
     )

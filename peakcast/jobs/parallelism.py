@@ -148,23 +148,7 @@ def _check_stages(layout: Parallelism, architecture: Architecture, framework: st
         )
     num_stages = p * layout.virtual_pipeline_stages
     if layout.pipeline_layers:
-        if len(layout.pipeline_layers) != num_stages or sum(layout.pipeline_layers) != architecture.num_hidden_layers:
-            raise SpecError(
-                f"parallelism.pipeline_layers={list(layout.pipeline_layers)} must list {num_stages} stages that add "
-                f"up to num_hidden_layers={architecture.num_hidden_layers} of {architecture.name!r}.",
-                parameter="parallelism.pipeline_layers",
-                value=list(layout.pipeline_layers),
-            )
-        # the first stage may have only the embedding and the last only the head; Megatron's layouts may also have empty
-        # stages
-        between = () if framework == "megatron" else layout.pipeline_layers[1:-1]
-        if min(layout.pipeline_layers) < 0 or 0 in between:
-            raise SpecError(
-                f"parallelism.pipeline_layers leaves a stage of pipeline_parallel_size={p} without layers of the "
-                f"{architecture.num_hidden_layers} of {architecture.name!r}; use fewer stages, or give each some.",
-                parameter="parallelism.pipeline_layers",
-                value=list(layout.pipeline_layers),
-            )
+        _check_layers_of_stages(layout, architecture, framework)
     elif architecture.num_hidden_layers % num_stages:
         raise SpecError(
             f"pipeline_parallel_size={p} × virtual_pipeline_stages={layout.virtual_pipeline_stages} does not divide "
@@ -172,6 +156,29 @@ def _check_stages(layout: Parallelism, architecture: Architecture, framework: st
             "parallelism.pipeline_layers.",
             parameter="parallelism.pipeline_parallel_size",
             value=p,
+        )
+
+
+def _check_layers_of_stages(layout: Parallelism, architecture: Architecture, framework: str) -> None:
+    """Refuse `pipeline_layers` that are not those of the network, or that leave a stage empty that must not be."""
+    num_stages = layout.pipeline_parallel_size * layout.virtual_pipeline_stages
+    if len(layout.pipeline_layers) != num_stages or sum(layout.pipeline_layers) != architecture.num_hidden_layers:
+        raise SpecError(
+            f"parallelism.pipeline_layers={list(layout.pipeline_layers)} must list {num_stages} stages that add "
+            f"up to num_hidden_layers={architecture.num_hidden_layers} of {architecture.name!r}.",
+            parameter="parallelism.pipeline_layers",
+            value=list(layout.pipeline_layers),
+        )
+    # the first stage may have only the embedding and the last only the head; Megatron's layouts may also have empty
+    # stages
+    between = () if framework == "megatron" else layout.pipeline_layers[1:-1]
+    if min(layout.pipeline_layers) < 0 or 0 in between:
+        raise SpecError(
+            f"parallelism.pipeline_layers leaves a stage of pipeline_parallel_size={layout.pipeline_parallel_size} without "
+            f"layers of the {architecture.num_hidden_layers} of {architecture.name!r}; use fewer stages, or give each "
+            "some.",
+            parameter="parallelism.pipeline_layers",
+            value=list(layout.pipeline_layers),
         )
 
 

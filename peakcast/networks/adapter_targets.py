@@ -10,8 +10,8 @@ OTHER_DEFAULTS: dict[str, tuple[str, ...]] = {
     "beft": ("v_proj",),
     "ia3": ("k_proj", "v_proj", "down_proj"),
 }
-"""Method -> its defaults, where they differ, in the families that have Llama's names. Source: each method's mapping
-there."""
+"""Method -> its default targets, for methods whose defaults differ from the others' in families whose projections are
+called as Llama's. Source: each method's mapping in the same file."""
 
 
 def has_default_targets(architecture: Architecture) -> bool:

@@ -80,17 +80,7 @@ def is_unknown(config: Mapping[str, Any]) -> bool:
 
 def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[Architecture, Unread]:
     """The `Architecture` of a configuration, and the keys that it leaves out. Raises: SpecError."""
-    if not isinstance(config, Mapping):
-        raise SpecError(
-            f"the configuration must be a mapping of keys to values (a parsed config.json), not {type(config).__name__}.",
-            value=config,
-        )
-    if "peft_type" in config and "model_type" not in config:
-        raise SpecError(
-            f"architecture is an adapter of peft (adapter_config.json), which is no network; give its base model, "
-            f"{config.get('base_model_name_or_path')!r} (base_model_name_or_path), and the adapter as finetuning.",
-            parameter="architecture",
-        )
+    _check_describes_network(config)
     language, multimodal = _language_part(config)
     seen = TrackedMapping(language)
     model_type = seen.get("model_type")
@@ -117,9 +107,24 @@ def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[
         values |= _latent_attention(_read(reads.mla, seen), values)
     if multimodal:
         values["kind"] = "multimodal"
-    if multimodal or not known:  # kept for code that knows more than its keys
+    if multimodal or not known:  # recipes are recorded from it
         values["configuration"] = kept_configuration(config)
     return Architecture(name=str(called), model_type=str(model_type), **values), unread(seen, known=known)
+
+
+def _check_describes_network(config: object) -> None:
+    """Refuse what is no configuration of a network."""
+    if not isinstance(config, Mapping):
+        raise SpecError(
+            f"the configuration must be a mapping of keys to values (a parsed config.json), not {type(config).__name__}.",
+            value=config,
+        )
+    if "peft_type" in config and "model_type" not in config:
+        raise SpecError(
+            f"architecture is an adapter of peft (adapter_config.json), which is no network; give its base model, "
+            f"{config.get('base_model_name_or_path')!r} (base_model_name_or_path), and the adapter as finetuning.",
+            parameter="architecture",
+        )
 
 
 def _language_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:

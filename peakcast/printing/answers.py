@@ -104,7 +104,7 @@ def fitted_text(fitted: Sequence[Fitted]) -> str:
         )
         lines.append(f"{item.gpu}: {rows}; {'written to' if item.changed else 'unchanged:'} {item.path}")
         if item.version:
-            alias = f"the alias {item.gpu} stands for it" if item.promoted else f"the alias {item.gpu} stays where it was"
+            alias = f"the alias {item.gpu} {'now points to it' if item.promoted else 'stays where it was'}"
             compared = item.comparison or "no calibration was registered before that this version reads"
             lines.append(f"  registered as version {item.version}; {alias}: {compared}")
     return "\n".join(lines)
@@ -180,7 +180,7 @@ def summary_text(summary: CollectionSummary, shard: Path) -> str:
     )
     causes = Counter(reason.partition(": ")[2] or reason for reason in s.reasons)
     if s.elsewhere:
-        counts += f"; {s.elsewhere} left to another collector that is at them"
+        counts += f"; {s.elsewhere} being run by another collector"
     lines = [f"{shard}: {counts}", *(f"{number} failed: {cause}" for cause, number in causes.items())]
     if s.unreadable:
         count = f"{s.unreadable} {'line' if s.unreadable == 1 else 'lines'}"

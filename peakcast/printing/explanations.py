@@ -78,7 +78,7 @@ def _modules(title: str, rows: Sequence[ModuleRow], every: bool) -> str:
     total = {name: sum(getattr(row, name) for row in rows) for name in ("num_parameters", *COLUMNS, "at_peak")}
     sums = "".join(f"{total[name] / GIB:>10.3f}" for name in (*COLUMNS, "at_peak"))
     lines.append(f"  {'sum over all':<20}{total['num_parameters']:>16,}{sums}")
-    lines.append("  Each column is at its own most in the step; the last is what is alive at the peak.")
+    lines.append("  Each column shows its own maximum over the step; the last shows what is alive at the peak.")
     return _section(title, lines)
 
 

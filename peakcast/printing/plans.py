@@ -116,7 +116,7 @@ def recommended_sentences(found: Found) -> list[str]:
     plan = found.recommended
     if plan is None:
         unknown = any(not plan.limit.known for plan in found.plans)
-        asked = " Give --host-memory-gib, the host memory of a node, to have it weighed." if unknown else ""
+        asked = " Give --host-memory-gib, the host memory of a node, to have it checked." if unknown else ""
         return [f"Recommended: none, as no plan surely fits.{asked}", shown]
     job = plan.job
     size = f"micro-batches of {job.micro_batch_size}, {RECOMPUTE[job.activation_checkpointing.mode]}"

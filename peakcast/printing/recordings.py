@@ -41,7 +41,7 @@ def _replay(name: str, each: HistoryReplay) -> Iterator[str]:
     yield f"  peak reserved {format_gib(recorded)} recorded, {format_gib(simulated)} simulated: {difference}"
     yield f"  peak allocated {format_gib(each.peak_allocated_bytes)}"
     if each.reserved_differs:
-        yield f"  after {each.reserved_differs:,} of {each.num_events:,} events the sum of segments is another"
+        yield f"  after {each.reserved_differs:,} of {each.num_events:,} events the sum of segments differs"
     if each.first_difference is not None and not each.agrees:
         yield f"  the first difference is at event {each.first_difference:,}"
 

@@ -146,7 +146,7 @@ def _help(p: Answer) -> str:
     fitting = [gpu.gpu for gpu in p.gpus if gpu.fits == "yes"]
     named = ", ".join(fitting[:NUM_GPUS])
     further = f" and {len(fitting) - NUM_GPUS} more" if len(fitting) > NUM_GPUS else ""
-    gpus = f"Fits as it is on {named}{further}" if fitting else "Surely fits as it is on no GPU type of the catalog"
+    gpus = f"Fits as it is on {named}{further}" if fitting else "Surely fits as it is on none of the catalog's GPU types"
     return f"{_steps(p)}\n{wrapped(f'{gpus}. More GPUs: `peakcast search`.')}"
 
 

@@ -31,7 +31,7 @@ from peakcast.models.recipes.lent import Lent, lending
 from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.searching.costs import Cost, cost, order, sending
 
-ANY = 2**62
+UNLIMITED_BYTES = 2**62
 """More bytes than any job needs."""
 AT_ONCE = 64
 """Series that each process handles together; few, so that little work is wasted when the walk ends."""
@@ -85,8 +85,8 @@ class SearchWorkers:
             return list(self._pool.map(_ask, [function] * len(items), items, chunksize=chunk))
         except BrokenProcessPool:
             raise LostError(
-                f"one of the {self.processes} processes of the search was ended from outside, perhaps for the memory that "
-                "it had; ask again with fewer (processes=1)."
+                f"one of the {self.processes} processes of the search was killed, perhaps because the machine ran out of "
+                "memory; ask again with fewer (processes=1)."
             ) from None
 
 
@@ -121,7 +121,7 @@ def series(every: Sequence[TrainingJob]) -> list[Series]:
     return [tuple(sorted(members, key=lambda index: every[index].micro_batch_size)) for members in found.values()]
 
 
-def standing(every: Sequence[TrainingJob], members: Series) -> int:
+def held_throughout(every: Sequence[TrainingJob], members: Series) -> int:
     """Bytes that the first or the last stage, whichever has more, holds throughout each step after the first."""
     job = every[members[0]]
     return max(persistent_bytes(job, stage) for stage in {0, job.parallelism.pipeline_parallel_size - 1})
@@ -143,7 +143,7 @@ def in_order(workers: SearchWorkers, left: Iterable[Series], say: Callable[[str]
         asked: dict[int, list[int]] = {}
         for _, index, _ in wave:
             number = series_of[index]
-            if every[index].micro_batch_size < no_room.get(number, ANY):
+            if every[index].micro_batch_size < no_room.get(number, UNLIMITED_BYTES):
                 asked.setdefault(number, []).append(index)
         members = [tuple(sorted(some, key=lambda index: every[index].micro_batch_size)) for some in asked.values()]
         peaks: dict[int, int] = {}
@@ -203,7 +203,7 @@ def no_less(job: TrainingJob, device: Device) -> int:
     """A lower bound of `fullest` in bytes; 0 if no bound is cheaper to compute."""
     if job.framework == "megatron" or wants_recipe(job):  # there may be no recipe for a shallower network
         return 0
-    return bound_by_depth(job, lambda shallow: fullest(shallow, device, ANY))
+    return bound_by_depth(job, lambda shallow: fullest(shallow, device, UNLIMITED_BYTES))
 
 
 def least_of(job: TrainingJob) -> TrainingJob:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from peakcast import catalog
 from peakcast.catalog import Device
@@ -51,8 +51,34 @@ def largest(
         with lending(lent):
             return planned(asked, device, None, findings)
 
-    high, last = -(-least // step), most // step
-    low, best, beyond = high - 1, None, None
+    last = most // step
+    found = _bisected(plan_of, -(-least // step), last)
+    ended = found.too_large > last
+    return Largest(
+        asked=name,
+        value=found.fitting * step if found.plan is not None else None,
+        plan=found.plan,
+        beyond=None if ended else found.too_large * step,
+        beyond_fits=found.beyond.fits if found.beyond is not None else None,
+        limit=most if lent is not None and found.plan is not None and ended else None,
+    )
+
+
+class _Bisected(NamedTuple):
+    """Two neighbouring values, of which the smaller fits and the larger does not."""
+
+    fitting: int
+    too_large: int
+    plan: Plan | None
+    """The plan of the value that fits; None if not even the smallest does."""
+    beyond: Plan | None
+    """The plan of the value that does not fit; None if it has none, or if every value fits."""
+
+
+def _bisected(plan_of: Callable[[int], Plan | None], first: int, last: int) -> _Bisected:
+    """The largest value from `first` to `last` whose plan surely fits: values are doubled until one does not fit, then the
+    range is halved."""
+    low, high, best, beyond = first - 1, first, None, None
     while low < last:
         plan = plan_of(high)
         if plan is None or plan.fits != "yes":
@@ -66,14 +92,7 @@ def largest(
             low, best = middle, plan
         else:
             high, beyond = middle, plan
-    return Largest(
-        asked=name,
-        value=low * step if best is not None else None,
-        plan=best,
-        beyond=high * step if high <= last else None,
-        beyond_fits=beyond.fits if beyond is not None else None,
-        limit=most if lent is not None and best is not None and high > last else None,
-    )
+    return _Bisected(low, high, best, beyond)
 
 
 def _range(job: TrainingJob, name: str) -> tuple[int, int, int]:

@@ -25,7 +25,7 @@ from peakcast.models.recipes.lent import Lent, lending
 from peakcast.models.recipes.lent import lent as brought
 from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.shelf import wants_recipe
-from peakcast.searching.cheapest_first import FittingJob, SearchInput, SearchWorkers, in_order, series, standing
+from peakcast.searching.cheapest_first import FittingJob, SearchInput, SearchWorkers, held_throughout, in_order, series
 from peakcast.searching.costs import Cost, cost, order
 from peakcast.searching.found import Found, Plan
 from peakcast.searching.space import GPUS_PER_NODE, candidates, layouts_left_out
@@ -73,7 +73,7 @@ def search(
     room = usable_bytes(job, device) - known_context_bytes(device, job.versions)
     groups = series(every)
     with lending(lent):
-        left = [members for members in groups if standing(every, members) <= room]
+        left = [members for members in groups if held_throughout(every, members) <= room]
     num_left = sum(map(len, left))
 
     def tell(message: str) -> None:

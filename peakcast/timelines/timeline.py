@@ -95,6 +95,8 @@ class Timeline:
     labels: Sequence[str] = ()
     streams: npt.NDArray[np.int8] | None = None
     reusable: npt.NDArray[np.int64] | None = None
+    decoding_from: int | None = None
+    """Of a generation: the first instant after the prompt has been read; None for other timelines."""
 
     @classmethod
     def from_entries(cls, entries: Iterable[Entry], phases: Sequence[Phase | int], labels: Sequence[str] = ()) -> Timeline:

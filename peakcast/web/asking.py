@@ -128,7 +128,7 @@ def _about(asked: PageState) -> Question:
         read = _question(asked)
     job = _changed(read.job, asked.knobs)
     changes = tuple(
-        f"{name}={value} is set on this page, in the place of what the configuration says."
+        f"{name}={value} is set on this page and replaces the value of the configuration."
         for name, value in asked.knobs.items()
         if value not in (None, "") and job != read.job
     )

@@ -59,7 +59,7 @@ class Guard:
         """(status, sentence) with which a request is refused; (0, "") if it is accepted."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._is_ours(host):
-            return 421, "this server is asked by its address or as localhost; another name may be somebody else's page."
+            return 421, "this server answers under its address or localhost only; other names may be another site's trick."
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
             return 403, "another page may not ask this server."
         site = headers.get("sec-fetch-site", "none")

@@ -59,7 +59,7 @@ def serve(host: str, port: int, reports: Path | None = None, say: Callable[[str]
         listening.bind((host, port))
     except OSError as error:
         raise SpecError(
-            f"port={port} of {host} cannot be had: {error.strerror}; name another with --port (0: any free one).",
+            f"port={port} of {host} cannot be opened: {error.strerror}; name another with --port (0: any free one).",
             parameter="port",
             value=port,
         ) from error

@@ -41,7 +41,7 @@ def test_a_kept_recipe_answers_as_a_dry_run_of_that_batch(kept, run_script, batc
     theirs = run_script(*at(batch, length)).answer
     assert ours.peak_allocated_bytes.baseline == pytest.approx(theirs.peak_allocated_bytes.baseline, rel=1e-3)
     assert ours.peak_phase == theirs.peak_phase
-    assert any("llama.json.gz, kept by a dry run" in said for said in ours.assumptions)
+    assert any("llama.json.gz, saved by a dry run" in said for said in ours.assumptions)
 
 
 def test_the_command_line_varies_it_with_the_flags_of_a_job(kept):

@@ -6,7 +6,7 @@ import pytest
 
 from peakcast.core.units import GIB
 from peakcast.models.evaluation.evaluation import Evaluation
-from peakcast.reports.metrics import by_group, cells_of, error_steps, headline
+from peakcast.reports.figures import by_group, cells_of, error_steps, headline
 from peakcast.reports.plots import _reach
 
 

@@ -12,8 +12,8 @@ import pytest
 from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.models.evaluation.metrics import Scored, summarise
 from peakcast.reports.aims import TARGETS, Aim, goals, kinds_of_one_source
+from peakcast.reports.figures import cells_of
 from peakcast.reports.known_causes import KnownCause, cause_of, known_causes
-from peakcast.reports.metrics import cells_of
 from peakcast.reports.misses import (
     cause_lines,
     causes,

@@ -25,10 +25,10 @@ from peakcast.searching.cheapest_first import (
     SearchInput,
     SearchWorkers,
     fullest,
+    held_throughout,
     least_of,
     no_less,
     series,
-    standing,
 )
 from peakcast.searching.inverse import fewest_gpus, largest
 from peakcast.searching.search import planned, search
@@ -164,7 +164,7 @@ def test_what_lets_a_candidate_be_passed_over_is_below_its_peak(architecture):
     for members in found[::7]:
         peaks = [fullest_of_all(every[index], H100) for index in members]
         assert peaks == sorted(peaks)
-        assert standing(every, members) <= peaks[0]
+        assert held_throughout(every, members) <= peaks[0]
         assert fullest_of_all(least_of(every[members[0]]), H100) <= LEAST * peaks[0]
 
 

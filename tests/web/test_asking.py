@@ -37,7 +37,7 @@ def test_knobs_change_what_the_configuration_says():
     changed = answered(PageState(text=config, knobs=knobs))
     assert (changed.job.micro_batch_size, changed.job.sequence_length) == (3, 512)
     assert changed.job.activation_checkpointing.mode == "full"
-    said = "checkpointing=full is set on this page, in the place of what the configuration says."
+    said = "checkpointing=full is set on this page and replaces the value of the configuration."
     assert (said in changed.prediction.assumptions, said in plain.prediction.assumptions) == (True, False)
     assert changed.prediction.peak_allocated_bytes.point < plain.prediction.peak_allocated_bytes.point
 

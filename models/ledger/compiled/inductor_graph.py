@@ -28,9 +28,9 @@ class Life:
 
 
 class _Pool:
-    """Buffers that are no longer needed and whose memory another of the same size and dtype may reuse, so that they are not
-    freed: at once, or later if Inductor's estimate of the peak is not exceeded until then (torch 2.13
-    `_inductor/codegen/wrapper.py` AllocateLine). `levels`: that estimate for every kernel."""
+    """Buffers that nothing needs any more. Instead of freeing one, Inductor gives its memory to a new buffer of the same
+    size and dtype: to the next kernel's, or to a later one's if keeping it until then does not raise the estimated peak
+    (torch 2.13 `_inductor/codegen/wrapper.py` AllocateLine). `levels`: the estimated bytes at every kernel."""
 
     def __init__(self, levels: NDArray[np.int64]) -> None:
         self.levels = levels.copy()

@@ -6,7 +6,8 @@ backward at once, so it may compute a weight's gradient as late as the end, if t
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from peakcast.core.units import FP32, INT64
@@ -21,7 +22,6 @@ from peakcast.models.ledger.compiled.ops import (
     OUTPUT,
     SEEDS,
     Names,
-    names,
     op,
     prefixed,
     recomputed,
@@ -89,45 +89,27 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
         _layer(layer, again[index] or (index == 0 and looked_up), again[index], reads if index == 0 else (INPUT,))
         for index, layer in enumerate(layers)
     ]
-    forward = [*embedded, op("sequences", (), one.rows * INT64)]
-    backward: list[Op] = []
     masks = _masks(one, len(layers))
-    kept = {*reads, "positions", "sequences", *masks}
-    given, summed = "embedding", names()
-    outer = {name: name for name in (*reads, *masks, SEEDS, "sequences", "norm_final.partial")}
-    repeated: list[Op] = []
-    for index, (layer, (ops, inside, back)) in enumerate(zip(layers, parts, strict=True)):
-        prefix, last = f"{index}.", index == len(layers) - 1
-        above = "d_stream" if last else f"{index + 1}.d_input"
-        if index == 0:  # made where it is first read
-            at = next(place for place, each in enumerate(inside) if MASK in each.reads)
-            made_masks = op(MASK, "sequences", writes=dict.fromkeys(masks, one.batch * one.sequence**2 * size))
-            inside = [*inside[:at], made_masks, *inside[at:]]
-        outer[MASK] = masks[index]
-        forward += prefixed(inside, prefix, outer | {INPUT: given})
-        if again[index]:
-            repeated += prefixed(ops.forward(again=True), prefix, outer | {INPUT: given})
-        kept |= {prefix + name for name in kept_of(layer, inside, again[index])}
-        if again[index] and not last:
-            kept.add(prefix + OUTPUT)
-        others = outer | {INPUT: given} | {name: name.replace(OUTPUT_GRADIENT, above) for name in OF_OUTPUT_GRADIENT}
-        if last and again[index]:
-            back = _after_recomputation(layer, back)
-        backward[:0] = prefixed(back, prefix, others)
-        summed = (given, f"{prefix}o", f"{prefix}down")
-        given = prefix + OUTPUT
-    head, head_back = _head(one, parts[-1][0], given, summed if again[-1] else (given,))
+    parts[0] = parts[0][0], _with_masks(parts[0][1], masks, one.batch * one.sequence**2 * size), parts[0][2]
+    network = _LayersInTurn(
+        forward=[*embedded, op("sequences", (), one.rows * INT64)],
+        kept={*reads, "positions", "sequences", *masks},
+        outer={name: name for name in (*reads, *masks, SEEDS, "sequences", "norm_final.partial")},
+    )
+    for index, (layer, part) in enumerate(zip(layers, parts, strict=True)):
+        network.add(layer, part, masks[index], again=again[index], last=index == len(layers) - 1)
+    head, head_back = _head(one, parts[-1][0], network.given, network.summed if again[-1] else (network.given,))
     loss, loss_back = _loss(one)
     apart = family_of(one.architecture).ends.loss_apart
-    forward += head if apart else [*head, *loss]
-    kept |= {name for each in (*head, *loss) for name in each.writes}
+    forward = network.forward + (head if apart else [*head, *loss])
+    kept = network.kept | {name for each in (*head, *loss) for name in each.writes}
     if any(again):
         kept.difference_update(masks)
-    embedding = _embedding_back(one, backward)
-    everything = [*head_back, *backward, *embedding]
+    embedding = _embedding_back(one, network.backward)
+    everything = [*head_back, *network.backward, *embedding]
     if not apart:
         everything = [*loss_back, *everything]
-    differs = {each.name: each for each in repeated}
+    differs = {each.name: each for each in network.repeated}
     everything = recomputed([differs.get(each.name, each) for each in forward], wanted(everything), kept)
     seen = {f"{index}.{name}": size for index, (each, _, _) in enumerate(parts) for name, size in each.parts_read.items()}
     first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
@@ -137,11 +119,61 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
     return GraphsInTurn([first, loss_first]), GraphsInTurn([loss_second, second])
 
 
+LayerParts = tuple[LayerOps, list[Op], list[Op]]
+"""A layer, its operations forward, and those backward."""
+
+
 @lru_cache(maxsize=64)
-def _layer(context: HFContext, sums_again: bool, recomputes: bool, given: Names) -> tuple[LayerOps, list[Op], list[Op]]:
+def _layer(context: HFContext, sums_again: bool, recomputes: bool, given: Names) -> LayerParts:
     """The operations of one kind of layer, forward and backward; cached, because a network has many layers of a kind."""
     ops = LayerOps(context, sums_again=sums_again, recomputes=recomputes, given=given)
     return ops, ops.forward(), ops.backward(is_result=False)
+
+
+@dataclass(slots=True)
+class _LayersInTurn:
+    """The operations of a network's layers, which are added one by one."""
+
+    forward: list[Op]
+    kept: set[str]
+    """Names of what forward may save for backward."""
+    outer: dict[str, str]
+    """Names of buffers that layers read or write and that are not their own -> the names that these have here."""
+    backward: list[Op] = field(default_factory=list)
+    repeated: list[Op] = field(default_factory=list)
+    """The operations that recompute checkpointed layers."""
+    given: str = "embedding"
+    """The last layer's output."""
+    summed: Names = ()
+    """The terms of that output: the layer's input and what its two halves add to it."""
+    number: int = 0
+    """How many layers there are so far."""
+
+    def add(self, layer: HFContext, part: LayerParts, mask: str, *, again: bool, last: bool) -> None:
+        """Add a layer with its operations. `mask`: the name of its mask; `again`: whether it is checkpointed."""
+        (ops, inside, back), prefix = part, f"{self.number}."
+        above = "d_stream" if last else f"{self.number + 1}.d_input"
+        self.outer[MASK] = mask
+        self.forward += prefixed(inside, prefix, self.outer | {INPUT: self.given})
+        if again:
+            self.repeated += prefixed(ops.forward(again=True), prefix, self.outer | {INPUT: self.given})
+        self.kept |= {prefix + name for name in kept_of(layer, inside, again)}
+        if again and not last:
+            self.kept.add(prefix + OUTPUT)
+        above_names = {name: name.replace(OUTPUT_GRADIENT, above) for name in OF_OUTPUT_GRADIENT}
+        if last and again:
+            back = _after_recomputation(layer, back)
+        self.backward[:0] = prefixed(back, prefix, self.outer | {INPUT: self.given} | above_names)
+        self.summed = (self.given, f"{prefix}o", f"{prefix}down")
+        self.given = prefix + OUTPUT
+        self.number += 1
+
+
+def _with_masks(inside: list[Op], masks: Sequence[str], num_bytes: int) -> list[Op]:
+    """The operations of the first layer, with that which makes the masks of all, where one is first read."""
+    at = next(place for place, each in enumerate(inside) if MASK in each.reads)
+    made = op(MASK, "sequences", writes=dict.fromkeys(masks, num_bytes))
+    return [*inside[:at], made, *inside[at:]]
 
 
 def _masks(context: HFContext, layers: int) -> list[str]:

@@ -30,8 +30,8 @@ def op(
     wide: bool | Collection[str] = False,
     parameter: str = "",
 ) -> Op:
-    """An operation. By default it writes one buffer of `size` bytes, which has its name. Of names, a single one may stand
-    for itself. `wide`: whether all its results are wide, or which of them."""
+    """An operation. By default it writes one buffer of `size` bytes, which has its name. A single name may be given
+    without a tuple. `wide`: whether all its results are wide, or which of them."""
     made = writes or {name: size}
     return Op(
         name=name,

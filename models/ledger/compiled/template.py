@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph
@@ -35,27 +35,7 @@ def compiled_template(
 ) -> Template:
     """The template of `first` as forward and `second` as backward. `module_of`: splits the name of a network's operation
     into (module, own name)."""
-    lives, _ = first.lives()
-    backward, kept_until = second.lives()
-    rows = [
-        Row(
-            *(one.name, int(one.category), one.num_bytes, one.born, dies),
-            born_backward=one.in_backward,
-            dies_backward=one.read_again,
-            allocated=False,
-        )
-        for one in given
-        for dies in (max(second.last_read(one.name), 1) if one.read_again else len(first.order),)
-    ]
-    for life in lives:
-        kept = life.name in kept_until
-        until = kept_until[life.name] if kept else life.dies
-        category = int(Category.LOGITS if life.name == "logits" else Category.ACTIVATIONS)
-        rows.append(Row(life.name, category, life.num_bytes, life.born, until, dies_backward=kept))
-    for life in backward:
-        parameter = second.parameters.get(life.name, "")
-        category = GRADIENTS if parameter else TEMPORARIES
-        rows.append(backward_row(life.name, life.num_bytes, life.born, life.dies, category=category, parameter=parameter))
+    rows = [*_given_rows(first, second, given), *_computed_rows(first, second)]
     modules = []
     for row in rows:
         row.dies_without_graph = len(first.order) if row.dies_backward else row.dies
@@ -77,3 +57,30 @@ def compiled_template(
         loss_from=len(first.order),
         output_gradient_used_until=len(second.order),
     )
+
+
+def _given_rows(first: Graph, second: Graph, given: Iterable[Given]) -> Iterator[Row]:
+    """The rows of the tensors that the graphs are given."""
+    for one in given:
+        dies = max(second.last_read(one.name), 1) if one.read_again else len(first.order)
+        yield Row(
+            *(one.name, int(one.category), one.num_bytes, one.born, dies),
+            born_backward=one.in_backward,
+            dies_backward=one.read_again,
+            allocated=False,
+        )
+
+
+def _computed_rows(first: Graph, second: Graph) -> Iterator[Row]:
+    """The rows of the tensors that the graphs compute: those of forward live on if backward reads them."""
+    lives, _ = first.lives()
+    backward, kept_until = second.lives()
+    for life in lives:
+        kept = life.name in kept_until
+        until = kept_until[life.name] if kept else life.dies
+        category = int(Category.LOGITS if life.name == "logits" else Category.ACTIVATIONS)
+        yield Row(life.name, category, life.num_bytes, life.born, until, dies_backward=kept)
+    for life in backward:
+        parameter = second.parameters.get(life.name, "")
+        category = GRADIENTS if parameter else TEMPORARIES
+        yield backward_row(life.name, life.num_bytes, life.born, life.dies, category=category, parameter=parameter)

@@ -6,7 +6,7 @@ Source: transformers 5.17 `models/t5/modeling_t5.py` T5Stack, T5ForConditionalGe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from peakcast.core.units import FP32, INT64
 from peakcast.jobs.conventions import conventions
@@ -107,54 +107,96 @@ def encoder_decoder_micro_batch(
     """Add forward, loss and backward of one micro-batch; returns the run of its head and loss."""
     architecture, target = job.architecture, target_context(context, job)
     encoder = _Stack(timeline, job, _contexts(context, job, architecture.num_hidden_layers), 0)
-    decoder = _Stack(
-        timeline,
-        job,
-        _contexts(target, job, architecture.num_decoder_layers),
-        architecture.num_hidden_layers,
-        context.sequence,
-    )
-    # enable_input_require_grads makes the embedding's output a leaf, which the graph keeps with its gradient
-    leaf = job.finetuning.method != "full" and decoder.checkpointed
-    read = timeline.run_forward(embedding(_embedding_context(encoder)), "embedding", keeps_gradients=keeps_gradients)
-    encoder.run_forward(keeps_gradients)
-    states = timeline.run_forward(encoder_end(context), "head", keeps_gradients=keeps_gradients)
-    encoded = _forward_ends(states)
-    _hold_embeddings(timeline, context, read, encoded, leaf)
-    shifted = timeline.now
-    targets = timeline.run_forward(embedding(_embedding_context(decoder)), "embedding", keeps_gradients=keeps_gradients)
-    decoder.run_forward(keeps_gradients)
-    loss = timeline.run_forward(head(target), "head", keeps_gradients=keeps_gradients)
-    if context.precision.autocast:
-        hold_cast_weights(timeline, (*encoder.forward, *decoder.forward), owned=not decoder.checkpointed)
-    decoded, returned = _decoder_returns(loss), timeline.now
-    _hold_embeddings(timeline, target, targets, decoded, leaf)
+    contexts = _contexts(target, job, architecture.num_decoder_layers)
+    decoder = _Stack(timeline, job, contexts, architecture.num_hidden_layers, context.sequence)
+    micro_batch = _TwoStackMicroBatch(timeline, job, context, target, encoder, decoder, keeps_gradients)
+    micro_batch.run_forward()
+    micro_batch.run_backward(last=last)
+    return micro_batch.loss
 
-    timeline.run_backward(loss)
-    decoder.run_backward(keeps_gradients)
-    forgotten = _hold_encoder_states(timeline, context, decoder, born=encoded - 1, returned=returned)
-    _hold_positions(timeline, decoder, target, decoded)
-    timeline.run_backward(targets)
-    timeline.hold("decoder_input_ids", Category.INPUTS, target.rows * INT64, shifted, timeline.now, "embedding")
-    states_gradient = decoder.gradient_from(ENCODER_STATES)
-    if states_gradient is not None:  # every layer adds to it; from here on the block of the encoder's end has it
-        size = context.rows * architecture.hidden_size * context.stream_bytes
-        timeline.hold(f"{ENCODER_STATES}.grad", Category.TEMPORARIES, size, states_gradient, timeline.now, "head")
-    _hold_causal_mask(timeline, decoder, target, encoded, decoded)
-    bare = timeline.now
-    timeline.run_backward(states)
-    encoder.run_backward(keeps_gradients)
-    _hold_positions(timeline, encoder, context, encoded)
-    timeline.run_backward(read)
-    timeline.end_backward()
-    if leaf:
-        size = target.rows * architecture.hidden_size * target.precision.weight_bytes
-        for name in ("inputs_embeds", "inputs_embeds.grad"):
-            timeline.hold(name, Category.ACTIVATIONS, size, bare, timeline.now, "embedding")
-    _hold_cross_positions(timeline, decoder, target, decoded)
-    _hold_cache(timeline, decoder, job, returned)
-    _hold_outputs(timeline, decoder, context, job, forgotten, last)
-    return loss
+
+@dataclass(slots=True)
+class _TwoStackMicroBatch:
+    """A micro-batch of an encoder-decoder. `context` is the encoder's, `target` the decoder's."""
+
+    timeline: Step
+    job: TrainingJob
+    context: HFContext
+    target: HFContext
+    encoder: _Stack
+    decoder: _Stack
+    keeps_gradients: bool
+    read: BlockRun = field(init=False)
+    """The encoder's embedding."""
+    states: BlockRun = field(init=False)
+    """The end of the encoder, whose output are its states."""
+    shifted: int = 0
+    """The instant from which the decoder's inputs, the shifted labels, exist."""
+    targets: BlockRun = field(init=False)
+    """The decoder's embedding."""
+    loss: BlockRun = field(init=False)
+    """The head and the loss."""
+    returned: int = 0
+    """The instant at which the model's forward returns."""
+
+    @property
+    def leaf(self) -> bool:
+        """Whether `enable_input_require_grads` makes the embedding's output a leaf, which the graph keeps with its
+        gradient."""
+        return self.job.finetuning.method != "full" and self.decoder.checkpointed
+
+    def run_forward(self) -> None:
+        """Run the encoder, then the decoder with head and loss."""
+        timeline, keeps = self.timeline, self.keeps_gradients
+        encoder, decoder = self.encoder, self.decoder
+        self.read = timeline.run_forward(embedding(_embedding_context(encoder)), "embedding", keeps_gradients=keeps)
+        encoder.run_forward(keeps)
+        self.states = timeline.run_forward(encoder_end(self.context), "head", keeps_gradients=keeps)
+        _hold_embeddings(timeline, self.context, self.read, _forward_ends(self.states), self.leaf)
+        self.shifted = timeline.now
+        self.targets = timeline.run_forward(embedding(_embedding_context(decoder)), "embedding", keeps_gradients=keeps)
+        decoder.run_forward(keeps)
+        self.loss = timeline.run_forward(head(self.target), "head", keeps_gradients=keeps)
+        if self.context.precision.autocast:
+            hold_cast_weights(timeline, (*encoder.forward, *decoder.forward), owned=not decoder.checkpointed)
+        self.returned = timeline.now
+        _hold_embeddings(timeline, self.target, self.targets, _decoder_returns(self.loss), self.leaf)
+
+    def run_backward(self, *, last: bool) -> None:
+        """Run the backward of all, and hold what lives until then. `last`: no other micro-batch follows in this step."""
+        timeline, decoder, decoded = self.timeline, self.decoder, _decoder_returns(self.loss)
+        forgotten = self._run_backward_of_decoder(decoded)
+        bare = timeline.now
+        timeline.run_backward(self.states)
+        self.encoder.run_backward(self.keeps_gradients)
+        _hold_positions(timeline, self.encoder, self.context, _forward_ends(self.states))
+        timeline.run_backward(self.read)
+        timeline.end_backward()
+        if self.leaf:
+            size = self.target.rows * self.job.architecture.hidden_size * self.target.precision.weight_bytes
+            for name in ("inputs_embeds", "inputs_embeds.grad"):
+                timeline.hold(name, Category.ACTIVATIONS, size, bare, timeline.now, "embedding")
+        _hold_cross_positions(timeline, decoder, self.target, decoded)
+        _hold_cache(timeline, decoder, self.job, self.returned)
+        _hold_outputs(timeline, decoder, self.context, self.job, forgotten, last)
+
+    def _run_backward_of_decoder(self, decoded: int) -> int:
+        """Run the backward of loss and decoder, whose forward returned at instant `decoded`. Returns the instant from which
+        the graph no longer keeps the encoder's output."""
+        timeline, decoder, encoded = self.timeline, self.decoder, _forward_ends(self.states)
+        timeline.run_backward(self.loss)
+        decoder.run_backward(self.keeps_gradients)
+        forgotten = _hold_encoder_states(timeline, self.context, decoder, born=encoded - 1, returned=self.returned)
+        _hold_positions(timeline, decoder, self.target, decoded)
+        timeline.run_backward(self.targets)
+        size = self.target.rows * INT64
+        timeline.hold("decoder_input_ids", Category.INPUTS, size, self.shifted, timeline.now, "embedding")
+        states_gradient = decoder.gradient_from(ENCODER_STATES)
+        if states_gradient is not None:  # every layer adds to it; from here on the block of the encoder's end has it
+            size = self.context.rows * self.job.architecture.hidden_size * self.context.stream_bytes
+            timeline.hold(f"{ENCODER_STATES}.grad", Category.TEMPORARIES, size, states_gradient, timeline.now, "head")
+        _hold_causal_mask(timeline, decoder, self.target, encoded, decoded)
+        return forgotten
 
 
 def _contexts(context: HFContext, job: TrainingJob, num_layers: int) -> list[HFContext]:

@@ -69,10 +69,12 @@ def inference_ledger(
     timeline.hold_all(alone, Category.WORKSPACES)
     generation = _Generation(job, context, timeline)
     timeline.hold("input_ids", Category.INPUTS, generation.prompt * generation.token_bytes, 0)  # the caller's own
-    for past in (0, *_decoded(generation.prompt, generation.full)):
+    generation.run_forward(0)
+    decoding_from = timeline.now
+    for past in _decoded(generation.prompt, generation.full):
         generation.run_forward(past)
     generation.hold_last_caches()
-    return timeline.timeline()
+    return replace(timeline.timeline(), decoding_from=decoding_from)
 
 
 class _Generation:

@@ -13,11 +13,11 @@ from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import flex_block_mask_bytes
-from peakcast.models.ledger.huggingface.blocks.builder import CAST
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variables, hands_on_itself
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, kinds_of_masks
+from peakcast.models.ledger.layouts.gradient_tensors import lm_head_gradients
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.networks.families import family_of
@@ -88,11 +88,11 @@ def hold_tied_gradient(timeline: Step, loss: BlockRun, dies: int) -> None:
     """Hold the lm_head's part of a tied table's gradient until `dies`: it waits for the embedding's, and the sum of both is
     added to the existing `.grad`."""
     template = loss.template
-    for index in np.flatnonzero(template.weight_gradient):
-        if template.names[index] == "lm_head.weight.grad" and loss.backward_start is not None:
-            born = loss.backward_start + int(template.dies[index])
-            size = int(template.num_bytes[index])
-            timeline.hold("lm_head.weight.grad", Category.TEMPORARIES, size, born, dies, "head")
+    if loss.backward_start is None:
+        return
+    for index in lm_head_gradients(template):
+        born, size = loss.backward_start + int(template.dies[index]), int(template.num_bytes[index])
+        timeline.hold("lm_head.weight.grad", Category.TEMPORARIES, size, born, dies, "head")
 
 
 def hold_for_tied_product(timeline: Step, loss: BlockRun, context: HFContext) -> None:
@@ -218,7 +218,7 @@ def hold_cast_weights(timeline: Step, runs: Iterable[BlockRun], *, owned: bool) 
     for run in runs:
         template, born = run.template, run.forward_start + run.template.num_forward
         kept = template.dies_backward if owned else np.zeros_like(template.dies_backward)
-        casts = np.array([name.endswith(CAST) for name in template.names], dtype=bool)
+        casts = ~template.born_backward & np.isin(template.born, template.forward_marks.get(Mark.CACHED_CAST, ()))
         size = int(template.num_bytes[casts & ~kept].sum())
         timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
 
@@ -241,7 +241,7 @@ def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, BlockRun], en
         return dies
     if one.backward.saves_on_cpu or family.rotary.tables_per_layer:  # the host, or every layer, has copies
         return [ended] * len(dies)
-    if not any("rotary" in label for label in runs[0].template.backward_labels):  # the first layer's need no gradient
+    if Mark.ROTATION not in runs[0].template.backward_marks:  # the first layer's queries and keys need no gradient
         kinds = attends_to_everything(layers[0].architecture)
         after = runs.get(kinds.index(kinds[0], 1) if kinds[0] in kinds[1:] else len(kinds))
         dies[0] = (after.backward_start or 0) + after.template.num_backward if after else ended

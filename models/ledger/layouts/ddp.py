@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from peakcast.core.units import MIB
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
-from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
+from peakcast.models.ledger.layouts.gradient_tensors import lm_head_gradients
+from peakcast.models.ledger.layouts.module_tree import LM_HEAD, BlockKind, block_of
 from peakcast.models.ledger.layouts.pipeline import Turn
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.timelines.timeline import Category, Phase
@@ -18,7 +19,6 @@ from peakcast.timelines.timeline import Category, Phase
 FIRST_BUCKET_BYTES = MIB
 """`_DEFAULT_FIRST_BUCKET_BYTES`: the first bucket is small, so that communication starts early."""
 
-HEAD = "lm_head.weight.grad"
 
 
 class DDP(Layout):
@@ -115,10 +115,10 @@ class DDP(Layout):
     def _wait_for_other_end(self, step: Step, run: BlockRun) -> None:
         """Keep the lm_head's gradient of a tied table until the embedding's is ready."""
         if block_of(run.module) is BlockKind.HEAD and run.keeps_gradients and not (self.waits and not self._last):
-            made = (i for i in run.template.weight_gradient.nonzero()[0] if run.template.names[i] == HEAD)
-            born = [(run.backward_start or 0) + int(run.template.dies[index]) for index in made]  # then autograd keeps it
-            size = [self._shared_bytes] * len(born)
-            self._of_head = step.allocate(HEAD, Category.TEMPORARIES, size, "head", born=min(born, default=step.now))
+            made, begins = lm_head_gradients(run.template), run.backward_start or 0
+            born = [begins + int(run.template.dies[index]) for index in made]  # then autograd keeps it
+            name, sizes, since = f"{LM_HEAD}.weight.grad", [self._shared_bytes] * len(born), min(born, default=step.now)
+            self._of_head = step.allocate(name, Category.TEMPORARIES, sizes, "head", born=since)
         elif block_of(run.module) is BlockKind.EMBEDDING:
             step.free(self._of_head)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 
@@ -12,10 +13,17 @@ MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",
 models/mixtral/modeling_mixtral.py MixtralBlockSparseTop2MLP)."""
 
 
-def expert_by_expert(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
+def expert_by_expert(tensors: Sequence[StoredTensor]) -> tuple[StoredTensor, ...]:
     """`tensors` with the matrices of each expert instead of the stacked ones. Granite's and DBRX's experts are views of a
     stacked parameter; they are divided nevertheless, because their blocks make a gradient for each."""
-    return [part for tensor in tensors for part in (_matrices(tensor) if tensor.path.name in MATRICES else (tensor,))]
+    return _expert_by_expert(tuple(tensors))
+
+
+@lru_cache(maxsize=16)
+def _expert_by_expert(tensors: tuple[StoredTensor, ...]) -> tuple[StoredTensor, ...]:
+    """`expert_by_expert`. Jobs with this network get the same tensors, by which what was computed from them is cached."""
+    stacked = (_matrices(tensor) if tensor.path.name in MATRICES else (tensor,) for tensor in tensors)
+    return tuple(part for parts in stacked for part in parts)
 
 
 def _matrices(tensor: StoredTensor) -> Iterator[StoredTensor]:

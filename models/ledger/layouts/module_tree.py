@@ -14,7 +14,8 @@ ADAPTER = "lora"
 """How the names of an adapter's matrices begin, and the name of what its own code computes."""
 CLONE = "clone"
 """The copy of a quantised matrix's output that peft makes for its adapter (peft 0.21 `tuners/lora/bnb.py`)."""
-SUFFIXES = ("weight", "bias")
+WEIGHT, BIAS = "weight", "bias"
+SUFFIXES = (WEIGHT, BIAS)
 
 
 class BlockKind(Enum):

@@ -14,6 +14,7 @@ import numpy as np
 
 from peakcast.core.units import round_up
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
+from peakcast.models.ledger.layouts.gradient_tensors import larger_than_their_bias
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
@@ -142,13 +143,9 @@ class Partitions(Layout):
 
     def _order(self, template: Template) -> list[int]:
         """As `in_order`, whose results are kept by template."""
-        size = dict(zip(template.names, template.num_bytes.tolist(), strict=True))
-
-        def after_bias(name: str) -> bool:  # a norm's weight is as large as its bias, so this is false for it
-            return self._biases_first and size.get(name.replace(".weight.grad", ".bias.grad"), size[name]) < size[name]
-
-        weights = template.weight_gradient.nonzero()[0].tolist()
-        return sorted(weights, key=lambda index: (made_at(template, index), after_bias(template.names[index])))
+        after_bias = larger_than_their_bias(template) if self._biases_first else set()
+        weights = template.gradient_columns.tolist()
+        return sorted(weights, key=lambda index: (made_at(template, index), index in after_bias))
 
     def _largest_gradient(self) -> int:
         """Elements of the largest piece of a gradient that this rank holds after backward."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.gradients import tensors_of_gradients
-from peakcast.models.ledger.layouts.module_tree import LM_HEAD, BlockKind, block_of
+from peakcast.models.ledger.layouts.gradient_tensors import lm_head_gradients, tensors_of_gradients
+from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
 from peakcast.models.ledger.layouts.zero import BUFFERS, REDUCING, Partitions, ZeroSettings, made_at
 from peakcast.models.ledger.layouts.zero12_bucket import Arrival, Zero12Bucket
 from peakcast.models.ledger.layouts.zero12_division import Division
@@ -154,11 +154,11 @@ class Zero12(Partitions):
         earlier = self._unreduced.pop(run.module, None)
         if earlier is not None:
             earlier.gradients_die = begin
-        tensors = self._tensors_of(run.module, template)
+        tensors, of_lm_head = self._tensors_of(run.module, template), lm_head_gradients(template)
         for index in self.in_order(template):
             at, size, tensor = made_at(template, index), int(template.num_bytes[index]), tensors.get(index)
             if tensor is None:
-                if template.names[index] == f"{LM_HEAD}.weight.grad":
+                if index in of_lm_head:  # a tied table's, which is the embedding's
                     self._table.half += step.allocate(template.names[index], Category.GRADIENTS, [size])
                     run.gradients_die = step.now  # from then on `half` holds it
                 continue

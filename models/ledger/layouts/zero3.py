@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.module_tree import LM_HEAD, BlockKind, block_of, path_of
+from peakcast.models.ledger.layouts.gradient_tensors import lm_head_gradients
+from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of, path_of
 from peakcast.models.ledger.layouts.zero import (
     BUFFERS,
     GATHERING,
@@ -244,9 +245,10 @@ class Zero3(Partitions):
         """Put the gradients of a block's backward into the bucket. That of a tied table waits until both parts exist:
         autograd adds them before any hook runs."""
         template, begins = run.template, run.backward_start or 0
+        tied = lm_head_gradients(template) if self._modules.tied else []
         for at, index in self._arrivals(run):
             size, born = int(template.num_bytes[index]), begins + made_at(template, index)
-            if self._modules.tied and template.names[index] == f"{LM_HEAD}.weight.grad":
+            if index in tied:
                 self._half += step.allocate(template.names[index], Category.GRADIENTS, [size], run.module)
                 run.gradients_die = step.now  # from then on `_half` holds it
             else:

@@ -78,7 +78,7 @@ class Coordinator:
             self.weights.drop_gathers(now)
         mine = self._read_by(turn)
         if mine:
-            if missing := [t for t in mine if self.weights.is_missing(t)]:
+            if missing := self.weights.missing(mine):
                 self.weights.gather(missing, now)
             for tensor in reversed(mine):  # DeepSpeed's order is a set's; this one keeps both buffers of two gathers
                 self.weights.wait(tensor, now)
@@ -122,11 +122,7 @@ class Coordinator:
             return mine
         at, leaf = self._order.at, isinstance(turn.module, Leaf)
         if (turn.name, at) not in self._decided:
-            self._decided[turn.name, at] = tuple(
-                t
-                for t in mine
-                if not self.engine.persists(t)
-                and not self._prefetcher.is_queued_beyond(t, at)
-                and not self._order.is_used_soon(t, self.engine.sizes.reuse, leaf=leaf)
-            )
+            free = [t for t in mine if not self.engine.persists(t) and not self._prefetcher.is_queued_beyond(t, at)]
+            used_soon = self._order.used_soon(free, self.engine.sizes.reuse, leaf=leaf)
+            self._decided[turn.name, at] = tuple(t for t in free if t not in used_soon)
         return self._decided[turn.name, at]

@@ -58,6 +58,12 @@ class Module:
         follow soon; `by_leaf`: when that other module is a leaf (`recurse` in `__params_to_release`)."""
         return self.tensors
 
+    def in_block(self, block: str, tensors: Mapping[StoredTensor, StoredTensor]) -> Module:
+        """The same module in another block of the same kind, whose name comes before its own. `tensors`: by tensor of this
+        block, that of the other."""
+        own = tuple(tensors[tensor] for tensor in self.tensors) if self.tensors else ()
+        return type(self)(block + self.name, own)
+
 
 @dataclass(frozen=True, slots=True)
 class Container(Module):
@@ -67,6 +73,10 @@ class Container(Module):
 
     def counted(self, *, by_leaf: bool) -> Sequence[StoredTensor]:
         return (*self.tensors, *self.inside) if by_leaf else self.tensors
+
+    def in_block(self, block: str, tensors: Mapping[StoredTensor, StoredTensor]) -> Container:
+        moved = Module.in_block(self, block, tensors)
+        return Container(moved.name, moved.tensors, tuple(tensors[tensor] for tensor in self.inside))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +93,10 @@ class Leaf(Module):
 
     def counted(self, *, by_leaf: bool) -> Sequence[StoredTensor]:
         return self.tensors if by_leaf else ()
+
+    def in_block(self, block: str, tensors: Mapping[StoredTensor, StoredTensor]) -> Leaf:
+        moved = Module.in_block(self, block, tensors)
+        return Leaf(moved.name, moved.tensors, self.done)
 
 
 @dataclass(frozen=True, slots=True)

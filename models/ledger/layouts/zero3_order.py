@@ -6,7 +6,7 @@ Source: DeepSpeed 0.19.8 `runtime/zero/partitioned_param_coordinator.py` (`reset
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -44,17 +44,17 @@ class Order:
         self.known = None
         return True
 
-    def is_used_soon(self, tensor: StoredTensor, within: int, *, leaf: bool) -> bool:
-        """Whether one of the next expected turns has `tensor`, before turns with `within` elements have passed. A `leaf`
+    def used_soon(self, tensors: Sequence[StoredTensor], within: int, *, leaf: bool) -> set[StoredTensor]:
+        """Those of `tensors` that the next expected turns use before turns with `within` elements have passed. A `leaf`
         also counts tensors inside the modules that come; other modules do not (`recurse` in `__params_to_release`)."""
-        if self.known is None:
-            return False
+        if self.known is None or not tensors:
+            return set()
         if self._uses is None or self._uses[0] is not self.known:
             self._uses = self.known, {}
         of_known = self._uses[1]
         if leaf not in of_known:
             of_known[leaf] = _Uses([turn.module.counted(by_leaf=leaf) for turn in self.known])
-        return of_known[leaf].is_used_within(tensor, self.at, within)
+        return of_known[leaf].used_within(tensors, self.at, within)
 
 
 class _Uses:
@@ -68,8 +68,13 @@ class _Uses:
             for tensor in tensors:
                 self.turns.setdefault(tensor, []).append(index)
 
-    def is_used_within(self, tensor: StoredTensor, at: int, within: int) -> bool:
-        """Whether `tensor` is used from turn `at` on, before `within` elements have passed."""
-        turns = self.turns.get(tensor, ())
-        following = bisect_left(turns, at)
-        return following < len(turns) and self.passed[turns[following]] - self.passed[at] < within
+    def used_within(self, tensors: Iterable[StoredTensor], at: int, within: int) -> set[StoredTensor]:
+        """Those of `tensors` that are used from turn `at` on, before `within` elements have passed."""
+        end = bisect_left(self.passed, self.passed[at] + within, at)  # the first turn before which as many have passed
+        found = set()
+        for tensor in tensors:
+            turns = self.turns.get(tensor, ())
+            following = bisect_left(turns, at)
+            if following < len(turns) and turns[following] < end:
+                found.add(tensor)
+        return found

@@ -8,6 +8,7 @@ Source: DeepSpeed 0.19.8 `runtime/zero/parameter_offload.py`, `_register_deepspe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from peakcast.models.ledger.layouts.base import StoredTensor
@@ -45,17 +46,41 @@ def module_turns(
     the block itself, whose turn is the first; adapters that no operation is named after are disabled. `around`: how many
     modules that contain the block begin with it. `leaf`: a module that DeepSpeed treats as one with all modules inside it.
     `family`: the `model_type`."""
-    at_0 = operations._replace(begins=0, labels=tuple(operations.labels))
-    made = _turns_from_0(at_0, tuple(tensors), around, leaf, family)
-    return [turn.later(operations.begins) for turn in made]
+    labels, names = tuple(operations.labels), tuple(tensor.name for tensor in tensors)
+    alike = _turns_of_equal_blocks(labels, operations.direction, names, around, leaf, family)
+    modules, begins = _modules_in_block(alike, operations.block, tuple(tensors)), operations.begins
+    return [
+        ModuleTurn(module, first + begins, ends + begins, part, direction, starts)
+        for module, (_, first, ends, part, direction, starts) in zip(modules, alike.turns, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _EqualBlocks:
+    """The turns of blocks whose operations and tensors have the same names: those of one such block, whose own name is ""
+    and which begins at instant 0."""
+
+    turns: tuple[ModuleTurn, ...]
+    tensors: tuple[StoredTensor, ...]
+    """The tensors of that block."""
 
 
 @lru_cache(maxsize=4096)
-def _turns_from_0(
-    operations: BlockOperations, tensors: tuple[StoredTensor, ...], around: int, leaf: str, family: str
-) -> tuple[ModuleTurn, ...]:
-    """`module_turns`, with the first operation at 0."""
-    return _TurnFinder(operations, ParameterModules(tensors, operations.labels, leaf), counted_as(family)).turns(around)
+def _modules_in_block(alike: _EqualBlocks, block: str, tensors: tuple[StoredTensor, ...]) -> tuple[Module, ...]:
+    """The modules of the turns of `alike`, with the name and the tensors of one of its blocks."""
+    own = dict(zip(alike.tensors, tensors, strict=True))
+    return tuple(turn.module.in_block(block, own) for turn in alike.turns)
+
+
+@lru_cache(maxsize=1024)
+def _turns_of_equal_blocks(
+    labels: tuple[str, ...], direction: PassDirection, names: tuple[str, ...], around: int, leaf: str, family: str
+) -> _EqualBlocks:
+    """The turns that equal blocks have in common; arguments as in `module_turns`."""
+    tensors = tuple(StoredTensor(name, "", (), 0, 0, trains=True) for name in names)
+    operations = BlockOperations("", labels, 0, direction)
+    found = _TurnFinder(operations, ParameterModules(tensors, labels, leaf), counted_as(family))
+    return _EqualBlocks(found.turns(around), tensors)
 
 
 class _TurnFinder:

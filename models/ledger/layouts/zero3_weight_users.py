@@ -65,7 +65,7 @@ class WeightUsers:
         ends = self.turns[index].ends
         if tensor in self._packed:
             ends = next((later.ends for later in self._later(tensor, index)), ends)
-        if tensor in mine and self.engine.packs and tensor.quantized:
+        if self.engine.packs and tensor.quantized and tensor in mine:
             ends = self._last(tensor).ends  # bitsandbytes' product keeps a quantised weight for its backward (`MatMul4Bit`)
         if (tensor.exceeds_matrix or tensor in self.viewed) and (tensor in mine or tensor in self._reassigned):
             after = self._later(tensor, index)

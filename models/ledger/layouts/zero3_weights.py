@@ -87,13 +87,14 @@ class Weights:
         at = self._passing.at
         if at == now:
             return
-        beyond = self._passing.more_than(instants.made_at(at)) if self._passing.any else 0
-        self.step.hold("all_gather", BUFFERS, beyond, at, at + 1, stream=self.engine.stream)
+        if self._passing.any:
+            beyond = self._passing.more_than(instants.made_at(at))
+            self.step.hold("all_gather", BUFFERS, beyond, at, at + 1, stream=self.engine.stream)
         self._passing = GatheredBefore(now)
 
-    def is_missing(self, tensor: StoredTensor) -> bool:
-        """Whether a tensor is neither gathered nor on its way."""
-        return tensor not in self.available and tensor not in self.gathers
+    def missing(self, tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
+        """Those of `tensors` that are neither gathered nor on their way."""
+        return [tensor for tensor in tensors if tensor not in self.available and tensor not in self.gathers]
 
     def gather(self, tensors: Iterable[StoredTensor], now: int) -> None:
         """Start to gather `tensors` together (`all_gather_coalesced`)."""

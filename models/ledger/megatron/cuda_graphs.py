@@ -4,7 +4,7 @@ two more kinds of step:
 - **captured**: while graphs are recorded, all that graphed parts make in a step is allocated once more, in a memory pool
   that nothing else can use, and nothing else of a step exists.
 - **replayed**: what graphed parts make is then addresses in that pool. The allocator counts it as reserved, but no longer
-  as allocated. What graphs read and are handed back stays allocated for good.
+  as allocated. Their inputs, and the gradients of their outputs, stay allocated for the rest of the run.
 
 Sources: megatron-core 0.17.1 `transformer/cuda_graphs.py` `TECudaGraphHelper` (`_get_sample_arguments`: inputs are tensors
 of their own, reused once their backward has run; `_start_capturing` and `_finish_capturing` empty the cache),
@@ -115,7 +115,8 @@ def _parts(share: RankShare, layer: int) -> tuple[str, ...]:
 
 
 def _covers(share: RankShare, part: str) -> bool:
-    """Whether graphs have this part of a layer. No scope stands for whole layers; that of experts has their router too."""
+    """Whether graphs have this part of a layer. Without a scope they have whole layers; the scope of experts includes their
+    router."""
     scope = str(share.convention.get("cuda_graph_scope") or "").split()
     return not scope or part in scope or ("moe" in scope and part.startswith("moe"))
 

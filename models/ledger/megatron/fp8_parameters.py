@@ -13,7 +13,7 @@ def is_fp8_parameter(share: RankShare, parameter: Parameter) -> bool:
     """Whether the parameter itself is FP8: the weight of one of Transformer Engine's projections, if the job asks for
     it."""
     asked = bool(share.context.fp8_recipe) and bool(share.convention.get("fp8_param_gather"))
-    return asked and ".linear_" in parameter.name and parameter.name.endswith("weight") and len(parameter.shape) > 1
+    return asked and parameter.is_projection_weight
 
 
 def reads_either_layout(share: RankShare) -> bool:

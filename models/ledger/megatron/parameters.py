@@ -47,6 +47,16 @@ class Parameter:
         return _product(self.shape)
 
     @property
+    def of_projection(self) -> bool:
+        """Whether it belongs to one of a layer's projections, which megatron-core and Transformer Engine call linear_*."""
+        return ".linear_" in self.name
+
+    @property
+    def is_projection_weight(self) -> bool:
+        """Whether it is a projection's matrix, not its bias or the norm that is part of it."""
+        return self.of_projection and len(self.shape) > 1 and self.name.endswith("weight")
+
+    @property
     def is_matrix(self) -> bool:
         """Whether Muon updates it: a matrix that is neither the token table nor the output layer (megatron-core 0.16.1
         `optimizer/muon.py`, `is_embedding_or_output_parameter`)."""

@@ -12,7 +12,7 @@ from peakcast.models.ledger.megatron.blocks.context import LayerRun, MegatronCon
 from peakcast.models.ledger.megatron.blocks.ends import embedding
 from peakcast.models.ledger.megatron.blocks.head import encoder_end, head, parted_head
 from peakcast.models.ledger.megatron.blocks.layer import decoder_layer
-from peakcast.models.ledger.megatron.context import part_context
+from peakcast.models.ledger.megatron.contexts import part_context
 from peakcast.models.ledger.megatron.inputs import reads_mask
 from peakcast.models.ledger.megatron.share import RankShare
 from peakcast.models.ledger.tape.template import Template

@@ -13,7 +13,7 @@ from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import ActivationCheckpointing, TrainingJob
 from peakcast.models.ledger.layouts.pipeline import Chunk, pipeline_rank, place_in_stage, stage_chunks
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
-from peakcast.models.ledger.megatron.context import layer_context, part_context, target_context
+from peakcast.models.ledger.megatron.contexts import layer_context, part_context, target_context
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,5 +146,11 @@ def activations_share(share: RankShare) -> RankShare:
     if share.convention.get("use_megatron_fsdp"):
         return share
     if job.architecture.moe is None and (layout.data_parallel_size > 1 or layout.zero_stage):
-        job = job.replace(parallelism=replace(layout, data_parallel_size=1, zero_stage=0), allocator=Allocator())
+        job = _without_data_parallelism(job)
     return _stage_share(job, share.device, share.stage, share.place)
+
+
+@lru_cache(maxsize=1024)
+def _without_data_parallelism(job: TrainingJob) -> TrainingJob:
+    alone = replace(job.parallelism, data_parallel_size=1, zero_stage=0)
+    return job.replace(parallelism=alone, allocator=Allocator())

@@ -16,7 +16,7 @@ from peakcast.models.allocator.rounding import MIN_BLOCK_BYTES
 from peakcast.models.ledger.layouts import layout_of
 from peakcast.models.ledger.layouts.base import Layout
 from peakcast.models.ledger.layouts.optimizer_step import hand_updates, place_optimizer_step
-from peakcast.models.ledger.recorded.ends import ends_of
+from peakcast.models.ledger.recorded.outside_layers import ends_of
 from peakcast.models.ledger.recorded.parameters import recorded_parameters, with_recorded_network
 from peakcast.models.ledger.recorded.zero3_modules import RecordedModules
 from peakcast.models.ledger.tape.columns import WIDTH, RecordedColumns

@@ -14,7 +14,7 @@ from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions, mixes_precision
 from peakcast.jobs.images import sees_images
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.recorded.ends import overlap
+from peakcast.models.ledger.recorded.outside_layers import overlap
 from peakcast.models.recipes.baseline_choice import chosen, stack_traces
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recipe import Recipe

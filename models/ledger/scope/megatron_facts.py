@@ -8,7 +8,7 @@ from peakcast.core.units import format_gib
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.blocks.context import ContextExchange
-from peakcast.models.ledger.megatron.context import ADAPTABLE, PARTS
+from peakcast.models.ledger.megatron.contexts import ADAPTABLE, PARTS
 from peakcast.models.ledger.scope.fact import Fact, fact, option
 from peakcast.models.ledger.scope.facts import experts, optimizer
 from peakcast.models.ledger.scope.words import WORDS

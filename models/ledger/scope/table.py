@@ -2,7 +2,8 @@
 
 A `ScopeLimit` is a row: what happens, the parameter, when it holds, and the sentence that says so. A `Section` lists rows
 about one feature, the most telling first. A job gets at most one finding from each section of a table: that of the first
-row that holds. A section may stand in place of a row: its rows share its condition, and how its sentences start and end.
+row that holds. A section may take the place of a row: its rows then share a condition, and
+the beginning and end of their sentences.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def block_template(
     reloads: tuple[Reload, ...] = (),
     later: Later | None = None,
 ) -> Template:
-    """The template of `rows`. `output_gradient_used_until`: None if backward reads the gradient handed in to its end."""
+    """The template of `rows`. `output_gradient_used_until`: None if backward reads the output's gradient to its end."""
     backward = [block.operations[index] for index in block.order]
     return Template(
         **column_fields(rows),

@@ -24,6 +24,10 @@ class Mark(Enum):
     """Generation takes the last position's hidden states."""
     NEXT_TOKEN_LOGITS = auto()
     """Generation makes the logits from which the next token is chosen."""
+    CACHED_CAST = auto()
+    """Autocast makes a narrow copy of a weight, which its cache keeps until forward ends."""
+    ROTATION = auto()
+    """A layer rotates its queries and keys."""
     KEY_CACHE = auto()
     VALUE_CACHE = auto()
     """A layer updates its cache."""

@@ -92,10 +92,10 @@ def matmul(tape: Tape, x: Tensor, y: Tensor, num_bytes: int, name: str, *, forwa
     return tape.operation(name, [x, y], num_bytes, saves=saves, forward_temporary_bytes=forward_temporary_bytes)
 
 
-def scale(tape: Tape, x: Tensor, name: str, *, where_it_stands: bool = False) -> Tensor:
+def scale(tape: Tape, x: Tensor, name: str, *, in_place: bool = False) -> Tensor:
     """x times a number or a constant tensor that exists elsewhere: saves nothing; the gradient is a new tensor.
-    `where_it_stands`: in place."""
-    return tape.operation(name, [x], Output(x.num_bytes, view_of=x if where_it_stands else None))
+    `in_place`: in place."""
+    return tape.operation(name, [x], Output(x.num_bytes, view_of=x if in_place else None))
 
 
 def in_place(tape: Tape, x: Tensor, name: str) -> Tensor:

@@ -186,7 +186,7 @@ class Template(Columns):
     loss_from: int
     """Forward instants from this one on belong to the loss, not to the network's forward."""
     output_gradient_used_until: int
-    """The backward instant at which a second gradient is first added in place to the gradient handed in, or at which this
+    """The backward instant at which a second gradient is first added in place to the output's gradient, or at which this
     block reads that gradient for the last time. If something else also refers to it, autograd does not add in place but
     makes a new tensor (`InputBuffer::accumulate`); the entry then means that tensor."""
     graph_bytes: list[int] = field(default_factory=list)

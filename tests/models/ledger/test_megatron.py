@@ -16,7 +16,7 @@ from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.blocks.head import head
 from peakcast.models.ledger.megatron.blocks.layer import decoder_layer
-from peakcast.models.ledger.megatron.context import attention_core, layer_context
+from peakcast.models.ledger.megatron.contexts import attention_core, layer_context
 from peakcast.models.ledger.megatron.ledger import megatron_ledger
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.timelines.timeline import Category, Timeline

@@ -11,7 +11,7 @@ from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import Finetuning, TrainingJob
 from peakcast.models.ledger.megatron.blocks.ends import embedding
 from peakcast.models.ledger.megatron.blocks.layer import decoder_layer
-from peakcast.models.ledger.megatron.context import layer_context
+from peakcast.models.ledger.megatron.contexts import layer_context
 from peakcast.models.ledger.megatron.ledger import megatron_ledger
 from peakcast.models.ledger.megatron.rank_blocks import RankBlocks
 from peakcast.models.ledger.megatron.share import rank_share

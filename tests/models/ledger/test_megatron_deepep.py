@@ -10,7 +10,7 @@ import pytest
 
 from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.megatron.context import expert_context
+from peakcast.models.ledger.megatron.contexts import expert_context
 from peakcast.models.ledger.megatron.ledger import megatron_ledger
 from peakcast.models.ledger.scope.ignored import ignored_findings
 from peakcast.models.ledger.scope.scope import out_of_scope

@@ -13,7 +13,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.measurements.store import datasets_folder
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.ledger.megatron.blocks.layer import decoder_layer
-from peakcast.models.ledger.megatron.context import layer_context, part_context
+from peakcast.models.ledger.megatron.contexts import layer_context, part_context
 from peakcast.models.ledger.megatron.parameters import layer_parameters
 from peakcast.models.ledger.scope.scope import out_of_scope
 

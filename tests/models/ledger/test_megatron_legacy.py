@@ -13,7 +13,7 @@ from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.ledger.megatron.blocks.layer import decoder_layer
-from peakcast.models.ledger.megatron.context import layer_context
+from peakcast.models.ledger.megatron.contexts import layer_context
 
 LLAMA_7B_SIZED: dict[str, Any] = {
     "num-layers": 32, "hidden-size": 4096, "ffn-hidden-size": 10880, "num-attention-heads": 32, "seq-length": 2048,

@@ -9,7 +9,7 @@ import pytest
 from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.blocks.layer import decoder_layer
-from peakcast.models.ledger.megatron.context import layer_context
+from peakcast.models.ledger.megatron.contexts import layer_context
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.template import Template
 

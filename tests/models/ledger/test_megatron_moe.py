@@ -20,7 +20,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.blocks.moe import mixture_of_experts
 from peakcast.models.ledger.megatron.blocks.recompute import checkpointed
 from peakcast.models.ledger.megatron.buffers import owned_parameters
-from peakcast.models.ledger.megatron.context import layer_context
+from peakcast.models.ledger.megatron.contexts import layer_context
 from peakcast.models.ledger.megatron.ledger import megatron_ledger
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import rank_share

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.gradients import tensors_of_gradients
+from peakcast.models.ledger.layouts.gradient_tensors import tensors_of_gradients
 from peakcast.models.ledger.layouts.module_tree import BlockKind, ModulePath, block_of, module_of
 from peakcast.models.ledger.layouts.parameter_modules import ParameterModules
 

@@ -11,7 +11,7 @@ from peakcast import catalog
 from peakcast.jobs.spec import Parallelism, Precision, TrainingJob
 from peakcast.models.ledger.recorded.composing import recipe_ledger
 from peakcast.models.ledger.recorded.covering import gathered_otherwise
-from peakcast.models.ledger.recorded.ends import overlap
+from peakcast.models.ledger.recorded.outside_layers import overlap
 from peakcast.models.recipes.recipe import Recipe, recorded
 from peakcast.models.recipes.walk import GatheredGroup
 from peakcast.timelines.timeline import Timeline

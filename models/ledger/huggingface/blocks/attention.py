@@ -14,6 +14,7 @@ from peakcast.models.ledger.huggingface.blocks.joined_lora import joined_project
 from peakcast.models.ledger.huggingface.blocks.kv_cache import update_cache
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_sequence
 from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Tape, Tensor
 from peakcast.networks.families import family_of
 from peakcast.networks.rotary import rotated_width
@@ -23,28 +24,13 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     """Attention of one layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
     rows, width, family = context.rows, architecture.hidden_size, family_of(architecture)
-    query, key_value = architecture.query_size, architecture.key_value_size
-    size = context.precision.compute_bytes
     x = gather_sequence(tape, x, context.group, "self_attn")
-    bias, names = architecture.attention_bias, family_of(architecture).names
-    fused = x
-    if architecture.fused_qkv or context.adapters.joined_parts:
-        fused = _joined(build, x, bias)
-        q, k, v = tape.split(fused, [rows * query * size, rows * key_value * size, rows * key_value * size], "qkv_split")
-        if family.attention.expands_key_value and architecture.num_key_value_heads > 1:
-            whole = q.num_bytes
-            q, k, v = (tape.operation("self_attn.expand", [part], whole) for part in (q, k, v))
-        elif family.attention.expands_key_value:  # taken by an index, which copies
-            k, v = (tape.operation("self_attn.pick", [part], part.num_bytes) for part in (k, v))
-    elif is_fused(build, each := [f"self_attn.{name}" for name in (names.q, names.k, names.v)], bias):
-        sizes = zip(each, (query, key_value, key_value), strict=True)
-        q, k, v = fused_projections(build, x, width, list(sizes))
-    else:
-        q, k, v = _projected_one_by_one(build, x, bias)
+    fused, q, k, v = _projected(build, x)
     variables = [x, q, k] if family.rotary.inline else [x]
     variables += [fused] if family.attention.names_fused_projection else []
     if architecture.position_embedding == "rope" and context.layer.rotates:
-        q, k, parts = _rotary(build, q, k)
+        with tape.marked(Mark.ROTATION):
+            q, k, parts = _rotary(build, q, k)
         variables += parts if family.rotary.inline else []
     if context.cache.does:
         k, v = update_cache(build, k, v)
@@ -55,16 +41,38 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     by_head = attention_kernel(context) in ("flash", "flash_attention_2") and not context.packing.mask_of_batch
     if architecture.rotary_in_parts and by_head and not _rotates_in_place(build):
         output = ops.copy(tape, output, "self_attn.contiguous")
-    bias = architecture.attention_output_bias
-    if is_fused(build, [f"self_attn.{names.out}"], bias):
-        (output,) = fused_projections(build, output, query, [(f"self_attn.{names.out}", width)])
+    bias, name = architecture.attention_output_bias, f"self_attn.{family.names.out}"
+    if is_fused(build, [name], bias):
+        (output,) = fused_projections(build, output, architecture.query_size, [(name, width)])
     else:
-        output = build.rows_summed(output, query, width, f"self_attn.{names.out}", bias)
+        output = build.rows_summed(output, architecture.query_size, width, name, bias)
     if family.eager_attention.joins_heads_first:
         build.attention_variables.extend((*variables, q, k, v))
     for variable in (*variables, q, k, v, *build.attention_variables):  # variables of attention's forward refer to them
         tape.hold(variable)
     return build.dropout(output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
+
+
+def _projected(build: BlockBuilder, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output of one projection for queries, keys and values together (without one: `x`), and its three parts."""
+    context, architecture, tape = build.context, build.context.architecture, build.tape
+    query, key_value, bias = architecture.query_size, architecture.key_value_size, architecture.attention_bias
+    attention_of, names = family_of(architecture).attention, family_of(architecture).names
+    if architecture.fused_qkv or context.adapters.joined_parts:
+        fused, token = _joined(build, x, bias), context.rows * context.precision.compute_bytes
+        q, k, v = tape.split(fused, [query * token, key_value * token, key_value * token], "qkv_split")
+        if attention_of.expands_key_value and architecture.num_key_value_heads > 1:
+            whole = q.num_bytes
+            q, k, v = (tape.operation("self_attn.expand", [part], whole) for part in (q, k, v))
+        elif attention_of.expands_key_value:  # selected by an index, which copies
+            k, v = (tape.operation("self_attn.pick", [part], part.num_bytes) for part in (k, v))
+        return fused, q, k, v
+    each = [f"self_attn.{name}" for name in (names.q, names.k, names.v)]
+    if is_fused(build, each, bias):
+        sizes = zip(each, (query, key_value, key_value), strict=True)
+        q, k, v = fused_projections(build, x, architecture.hidden_size, list(sizes))
+        return x, q, k, v
+    return x, *_projected_one_by_one(build, x, bias)
 
 
 def _joined(build: BlockBuilder, x: Tensor, bias: bool) -> Tensor:
@@ -126,7 +134,7 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
     kind = family.rotary.products if element != FP32 else "narrow"
     # the tables have the embeddings' dtype; wide ones widen q and k, which stay wide until attention
     tables_wide = kind == "promoted" or (kind == "narrow" and build.context.precision.weight_bytes > element)
-    arguments, narrow, parts = [q, k], [q.num_bytes, k.num_bytes], []
+    arguments, narrow, parts = [q, k], [q.num_bytes, k.num_bytes], list[Tensor]()
     wide = [build.context.rows * width * FP32 for width in (architecture.query_size, architecture.key_value_size)]
     if kind == "cast":
         q = ops.cast(tape, q, wide[0], "self_attn.rotary_q.to_float32")
@@ -138,15 +146,8 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
         q = rotate_in_halves(tape, q, promoted[0], "self_attn.rotary_q")
         k = rotate_in_halves(tape, k, promoted[1], "self_attn.rotary_k")
     elif architecture.rotary_in_parts:
-        tables, turned, width = _tables_of_layer(build), [], rotated_width(architecture)
-        for x, name, whole in zip((q, k), "qk", promoted, strict=True):
-            size = x.num_bytes * width // architecture.head_dim
-            part = tape.operation(f"self_attn.rotary_{name}.part", [x], Output(size, view_of=x))
-            rest = tape.operation(f"self_attn.rotary_{name}.rest", [x], Output(x.num_bytes - size, view_of=x))
-            size = whole * width // architecture.head_dim
-            turned.append((rotate(tape, part, size, f"self_attn.rotary_{name}", tables), rest, whole))
-        q, k = (_join(tape, *each) for each in turned)
-        parts = [part for part, _, _ in turned]
+        tables = _tables_of_layer(build)
+        q, k, parts = _rotated_in_parts(build, (q, k), promoted, tables)
     else:
         tables = _tables_of_layer(build)
         q = rotate(tape, q, promoted[0], "self_attn.rotary_q", tables)
@@ -159,6 +160,23 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
     for variable in arguments:
         tape.hold(variable)
     return q, k, parts
+
+
+def _rotated_in_parts(
+    build: BlockBuilder, queries_keys: tuple[Tensor, Tensor], sizes: Sequence[int], tables: list[Tensor]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Queries and keys of which the first columns of each head are rotated: both, of `sizes` bytes, and their rotated
+    parts."""
+    tape, architecture, turned = build.tape, build.context.architecture, []
+    width = rotated_width(architecture)
+    for x, name, whole in zip(queries_keys, "qk", sizes, strict=True):
+        size = x.num_bytes * width // architecture.head_dim
+        part = tape.operation(f"self_attn.rotary_{name}.part", [x], Output(size, view_of=x))
+        rest = tape.operation(f"self_attn.rotary_{name}.rest", [x], Output(x.num_bytes - size, view_of=x))
+        size = whole * width // architecture.head_dim
+        turned.append((rotate(tape, part, size, f"self_attn.rotary_{name}", tables), rest, whole))
+    q, k = (_join(tape, *each) for each in turned)
+    return q, k, [part for part, _, _ in turned]
 
 
 def _join(tape: Tape, part: Tensor, rest: Tensor, num_bytes: int) -> Tensor:

@@ -64,7 +64,7 @@ def attention_kernel(context: HFContext) -> str:
 def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Flash attention, sdpa's or the package's."""
     context, mla = build.context, build.context.architecture.mla
-    variables = q, k, v = _as_sdpa_takes_them(build, q, k, v)
+    variables = q, k, v = _as_passed_to_sdpa(build, q, k, v)
     implementation, repeated = context.attention.implementation, context.attention.copies_key_value
     q, k, v = to_compute_dtype(build, q, k, v, repeated=repeated)
     whole, narrow, taken, unpadded = q.num_bytes, 0, context.rows, False
@@ -109,7 +109,7 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return output
 
 
-def _as_sdpa_takes_them(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _as_passed_to_sdpa(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as releases of transformers before 4.56 pass them to sdpa (`sdpa_attention_forward`)."""
     context = build.context
     if context.attention.implementation != "sdpa":
@@ -279,7 +279,7 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     context, tape = build.context, build.tape
     heads = context.architecture.num_attention_heads
     if context.attention.sdpa_repeats_key_value or context.attention.sdpa_copies:
-        q, k, v = _as_sdpa_takes_them(build, q, k, v)
+        q, k, v = _as_passed_to_sdpa(build, q, k, v)
     repeated = (k, v) if context.attention.sdpa_repeats_key_value else repeat_key_value(build, q, k, v)
     q, k, v = to_compute_dtype(build, q, *repeated, repeated=True)
     bias = []

@@ -5,6 +5,7 @@ Source: peft 0.13-0.21 `tuners/lora/{layer,bnb}.py`, bitsandbytes 0.43 `nn/modul
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from peakcast.core.units import FP32
@@ -30,8 +31,6 @@ from peakcast.networks.families import family_of
 
 NOT_ADAPTED = ("lm_head", "mlp.gate")
 """What "all-linear" leaves out: the head, and a router, which is not an nn.Linear in transformers 5."""
-CAST = ".weight_cast"
-"""Suffix of the name of a weight's narrow copy that autocast caches."""
 LORA_CHAIN = ("lora", "qlora", "lora_fa")
 """Methods whose forward is written out operation by operation."""
 ADAPTERS = (".lora_A", ".lora_B")
@@ -219,12 +218,10 @@ class BlockBuilder:
         graph saves it. Arguments are cast from right to left, so in backward the input's gradient is widened first."""
         tape, name, rows = self.tape, layer.name, self.rows
         numel = layer.in_features * layer.out_features * self.num_matrices
-        weight = tape.operation(
-            f"{name}{CAST if cached else '.weight_copy'}",
-            [],
-            numel * compute,
-            weight_gradients=[WeightGradient(f"{name}.weight.grad", numel * layer.element_bytes)] if layer.trains else [],
-        )
+        gradients = [WeightGradient(f"{name}.weight.grad", numel * layer.element_bytes)] if layer.trains else []
+        with tape.marked(Mark.CACHED_CAST) if cached else nullcontext():
+            copied = f"{name}.{'weight_cast' if cached else 'weight_copy'}"
+            weight = tape.operation(copied, [], numel * compute, weight_gradients=gradients)
         if cached:
             self.variables.append(weight)
         narrow = self._input_cast(x, layer, compute)
@@ -260,10 +257,19 @@ class BlockBuilder:
 
     def _norm(self, x: Tensor, width: int, name: str, rows: int, *, fused: bool) -> Tensor:
         """`norm`, without its argument's lifetime."""
-        context, kind = self.context, self.context.architecture.normalization
-        family = family_of(context.architecture)
-        narrow = x.num_bytes
-        if kind == "rmsnorm" and context.kernels.norm and fused:
+        context = self.context
+        if context.architecture.normalization == "rmsnorm":
+            return self._rms_norm(x, width, name, rows, fused=fused and context.kernels.norm)
+        if family_of(context.architecture).norm.written_in_python:
+            element = x.num_bytes // (rows * width)
+            trains = context.norms_train
+            return ops.python_layer_norm(self.tape, x, rows, width, name, element_bytes=element, trainable=trains)
+        return self._layer_norm(x, width, name, rows)
+
+    def _rms_norm(self, x: Tensor, width: int, name: str, rows: int, *, fused: bool) -> Tensor:
+        """RMSNorm, in one kernel if `fused`, else as the family's Python code computes it."""
+        context, family = self.context, family_of(self.context.architecture)
+        if fused:
             return ops.fused_rms_norm(
                 self.tape,
                 x,
@@ -274,28 +280,27 @@ class BlockBuilder:
                 trainable=context.norms_train,
                 in_place=context.architecture.norm_placement == "pre",
             )
-        if kind == "rmsnorm":
-            return ops.python_rms_norm(
-                self.tape,
-                x,
-                rows,
-                width,
-                name,
-                element_bytes=x.num_bytes // (rows * width),
-                weight_bytes=context.precision.norm_weight_bytes,
-                trainable=context.norms_train,
-                weight_in_fp32=family.norm.weight_in_float32 or context.kernels.wide_norm,
-                of_input=family.norm.multiplies_input,
-                names_product=family.norm.names_product,
-            )
-        if family.norm.written_in_python:
-            return ops.python_layer_norm(
-                self.tape, x, rows, width, name, element_bytes=narrow // (rows * width), trainable=context.norms_train
-            )
+        return ops.python_rms_norm(
+            self.tape,
+            x,
+            rows,
+            width,
+            name,
+            element_bytes=x.num_bytes // (rows * width),
+            weight_bytes=context.precision.norm_weight_bytes,
+            trainable=context.norms_train,
+            weight_in_fp32=family.norm.weight_in_float32 or context.kernels.wide_norm,
+            of_input=family.norm.multiplies_input,
+            names_product=family.norm.names_product,
+        )
+
+    def _layer_norm(self, x: Tensor, width: int, name: str, rows: int) -> Tensor:
+        """torch's LayerNorm, whose input is converted if autocast or the family's code does so."""
+        context, kind, narrow = self.context, self.context.architecture.normalization, x.num_bytes
         compute = rows * width * context.precision.compute_bytes
-        if family.norm.without_autocast and context.precision.autocast:
+        if family_of(context.architecture).norm.without_autocast and context.precision.autocast:
             x = ops.cast(self.tape, x, compute, f"{name}.to_compute_dtype") if x.num_bytes > compute else x
-        elif (self.context.native_norm_in_float32 or kind == "nonparametric") and x.num_bytes < rows * width * FP32:
+        elif (context.native_norm_in_float32 or kind == "nonparametric") and x.num_bytes < rows * width * FP32:
             x = ops.cast(self.tape, x, rows * width * FP32, f"{name}.to_float32")
         output = ops.layer_norm(
             self.tape,

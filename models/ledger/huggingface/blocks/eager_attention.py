@@ -5,6 +5,8 @@ Source: transformers 5.17 `models/<model_type>/modeling_<model_type>.py`, `eager
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from peakcast.core.units import FP32, INT64
 from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
@@ -17,43 +19,19 @@ from peakcast.networks.families import family_of
 def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """`eager_attention_forward`: scores, softmax (in most families in fp32 and converted back), times v."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
-    heads, size = architecture.num_attention_heads, context.precision.compute_bytes
-    eager = family_of(architecture).eager_attention
-    elements = context.batch * heads * context.sequence * context.keys
+    size, eager = context.precision.compute_bytes, family_of(architecture).eager_attention
+    elements = context.batch * architecture.num_attention_heads * context.sequence * context.keys
     query_bytes = q.num_bytes // (context.rows * _query_width(architecture))
-    # laid out head by head: a cache's tensors, repeated key heads, and concatenations of a rotated and another part;
-    # not a single head that is expanded, nor what multi-latent attention expands of its cache
-    key_heads = attention_key_heads(architecture)
-    single = key_heads == 1 < heads
-    cached = context.cache.does not in ("", "passes") and not ((architecture.mla and context.cache.latent) or single)
-    laid_out = key_heads not in (1, heads) or cached
+    layout = _KeyLayout.of(build)
     k, v = repeat_key_value(build, q, k, v)
     if eager.scores_in_float32 and size != FP32:
         q, k = to_float32(build, q, "q"), to_float32(build, k, "k")
         size = size if context.precision.autocast else FP32
     if eager.joins_heads_first:
-        v = _joined(build, v, "v", by_head=cached)
-    joined = joins_heads(architecture)
-    # under autocast matmul makes narrow copies of wide q and k
-    single_token = context.sequence == 1  # then both layouts are the same
-    q_used = _joined(build, _narrow(build, q, size, "q"), "q", by_head=joined or single_token)
-    k_used = _joined(build, _narrow(build, k, size, "k"), "k", by_head=(joined and not single) or laid_out)
-    scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
-    named = [scores, q_used, k_used, v] if eager.joins_heads_first else [q, k, v]
-    if not eager.joins_heads_first:  # BLOOM's `baddbmm` scales by itself
-        scores = ops.scale(tape, scores, "self_attn.scaling", where_it_stands=eager.scales_in_place)
-    if eager.softcap:
-        scores = ops.scale(tape, scores, "self_attn.softcap.divide")
-        scores = ops.scale(tape, ops.unary_of_result(tape, scores, "self_attn.softcap.tanh"), "self_attn.softcap.multiply")
-    scaled = scores
-    if eager.adds_and_fills:
-        passed_on = None if size == FP32 else scores.num_bytes
-        biased = tape.operation("self_attn.add_bias", [scores], elements * FP32, gradients=[(scores, passed_on)])
-        scores = tape.operation("self_attn.fill_mask", [biased], biased.num_bytes)
-        named.append(scores)
-    elif architecture.kind in ("decoder", "hybrid"):
-        scores = _add_mask(build, scores, elements)
-        named += [scores] * eager.joins_heads_first
+        v = _joined(build, v, "v", by_head=layout.cached)
+    scaled, named = _scaled_scores(build, (q, k, v), layout, elements, size)
+    scores, masked = _masked_scores(build, scaled, elements, size)
+    named += masked
     take_softmax = _softmax_with_sinks if architecture.attention_sinks else _softmax
     weights, variables = take_softmax(build, scores, elements, query_bytes)
     if eager.scales_in_place:
@@ -61,10 +39,10 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     weights = returned = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.attention_dropout")
     if weights.num_bytes != elements * context.precision.compute_bytes:
         weights = ops.cast(tape, weights, elements * context.precision.compute_bytes, "self_attn.weights_cast")
-    v_used = v if eager.joins_heads_first else _joined(build, v, "v", by_head=laid_out)
+    v_used = v if eager.joins_heads_first else _joined(build, v, "v", by_head=layout.by_head)
     summed = v.num_bytes // context.keys * context.sequence
     output = ops.matmul(tape, weights, v_used, summed, "self_attn.weighted_sum")
-    if not single_token:  # .transpose(1, 2).contiguous()
+    if context.sequence > 1:  # .transpose(1, 2).contiguous()
         output = ops.copy(tape, output, "self_attn.contiguous")
     for variable in (*named, *variables):
         tape.hold(variable)
@@ -73,6 +51,63 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     build.variables.append(returned)  # the attention module also returns the weights
     build.attention_weights = returned
     return output
+
+
+class _KeyLayout(NamedTuple):
+    """How keys and values are laid out in memory."""
+
+    by_head: bool
+    """Whether head by head: a cache's tensors, repeated key heads, and concatenations of a rotated and another part; not a
+    single head that is expanded, nor what multi-latent attention expands of its cache."""
+    cached: bool
+    """Whether because a cache has them."""
+    single: bool
+    """Whether a single head is expanded to all."""
+
+    @classmethod
+    def of(cls, build: BlockBuilder) -> _KeyLayout:
+        """The layout in the layer that `build` writes."""
+        context, architecture = build.context, build.context.architecture
+        heads, key_heads = architecture.num_attention_heads, attention_key_heads(architecture)
+        single = key_heads == 1 < heads
+        cached = context.cache.does not in ("", "passes") and not ((architecture.mla and context.cache.latent) or single)
+        return cls(key_heads not in (1, heads) or cached, cached, single)
+
+
+def _scaled_scores(
+    build: BlockBuilder, inputs: tuple[Tensor, Tensor, Tensor], layout: _KeyLayout, elements: int, size: int
+) -> tuple[Tensor, list[Tensor]]:
+    """The scores of queries and keys, of `size` bytes each, scaled and capped. Returns them and the tensors to which
+    variables of the function refer."""
+    (q, k, v), tape, architecture = inputs, build.tape, build.context.architecture
+    eager = family_of(architecture).eager_attention
+    joined = joins_heads(architecture)
+    # under autocast matmul makes narrow copies of wide q and k; with a single token both layouts are the same
+    by_head = joined or build.context.sequence == 1
+    q_used = _joined(build, _narrow(build, q, size, "q"), "q", by_head=by_head)
+    k_used = _joined(build, _narrow(build, k, size, "k"), "k", by_head=(joined and not layout.single) or layout.by_head)
+    scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
+    named = [scores, q_used, k_used, v] if eager.joins_heads_first else [q, k, v]
+    if not eager.joins_heads_first:  # BLOOM's `baddbmm` scales by itself
+        scores = ops.scale(tape, scores, "self_attn.scaling", in_place=eager.scales_in_place)
+    if eager.softcap:
+        scores = ops.scale(tape, scores, "self_attn.softcap.divide")
+        scores = ops.scale(tape, ops.unary_of_result(tape, scores, "self_attn.softcap.tanh"), "self_attn.softcap.multiply")
+    return scores, named
+
+
+def _masked_scores(build: BlockBuilder, scores: Tensor, elements: int, size: int) -> tuple[Tensor, list[Tensor]]:
+    """The scores, of `size` bytes each, with the mask. Returns them and the tensors to which further variables refer."""
+    eager = family_of(build.context.architecture).eager_attention
+    if eager.adds_and_fills:
+        passed_on = None if size == FP32 else scores.num_bytes
+        biased = build.tape.operation("self_attn.add_bias", [scores], elements * FP32, gradients=[(scores, passed_on)])
+        filled = build.tape.operation("self_attn.fill_mask", [biased], biased.num_bytes)
+        return filled, [filled]
+    if build.context.architecture.kind in ("decoder", "hybrid"):
+        scores = _add_mask(build, scores, elements)
+        return scores, [scores] * eager.joins_heads_first
+    return scores, []
 
 
 def _softmax(build: BlockBuilder, scores: Tensor, elements: int, query_bytes: int) -> tuple[Tensor, list[Tensor]]:

@@ -82,7 +82,7 @@ def passing_bytes(context: HFContext, width: int, vocabulary: int, hidden_bytes:
     chunk, matrix = fused_loss_chunk(rows, width * budget, vocabulary), vocabulary * width
     casts, held = context.precision.autocast and element < context.precision.weight_bytes, Locals()
     input_element = element if hidden_bytes > rows * width * element else 0  # else the norm's output is narrow already
-    for tokens in (chunk, *([min(chunk, rows - chunk)] if chunk < rows else [])):  # the second finds what the first leaves
+    for tokens in (chunk, *([min(chunk, rows - chunk)] if chunk < rows else [])):  # the last one is shorter
         if casts:
             held.let("input_cast", tokens * width * input_element)
             held.let("transpose_cast", matrix * element)

@@ -6,10 +6,12 @@ Source: transformers 5.17 `models/deepseek_v3/modeling_deepseek_v3.py` DeepseekV
 from __future__ import annotations
 
 from peakcast.core.units import FP32
+from peakcast.jobs.architecture import MultiLatentAttention
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.kv_cache import update_cache
 from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Tape, Tensor
 from peakcast.networks.families import family_of
 
@@ -19,33 +21,58 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     context, architecture, tape = build.context, build.context.architecture, build.tape
     mla = architecture.mla
     assert mla is not None
-    rows, size = context.rows, context.precision.compute_bytes
-    width, heads = architecture.hidden_size, architecture.num_attention_heads
-    plain, rotated, value = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
-    bias = architecture.attention_bias
-    query = heads * (plain + rotated)
-    if mla.q_lora_rank is None:
-        q = build.projection(x, width, query, "self_attn.q_proj", False)
-    else:
-        low = build.projection(x, width, mla.q_lora_rank, "self_attn.q_a_proj", bias)
-        low = build.norm(low, mla.q_lora_rank, "self_attn.q_a_layernorm")
-        q = build.projection(low, mla.q_lora_rank, query, "self_attn.q_b_proj", False)
-    q_pass, q_rot = tape.split(q, [rows * heads * plain * size, rows * heads * rotated * size], "self_attn.q_split")
-    compressed = build.projection(x, width, mla.kv_lora_rank + rotated, "self_attn.kv_a_proj_with_mqa", bias)
+    rows, size, heads = context.rows, context.precision.compute_bytes, architecture.num_attention_heads
+    plain, rotated, bias = mla.qk_nope_head_dim, mla.qk_rope_head_dim, architecture.attention_bias
+    query = _queries(build, x, mla)
+    q_pass, q_rot = tape.split(query, [rows * heads * plain * size, rows * heads * rotated * size], "self_attn.q_split")
+    down = mla.kv_lora_rank + rotated
+    compressed = build.projection(x, architecture.hidden_size, down, "self_attn.kv_a_proj_with_mqa", bias)
     latent, k_rot = tape.split(compressed, [rows * mla.kv_lora_rank * size, rows * rotated * size], "self_attn.kv_split")
     latent = build.norm(latent, mla.kv_lora_rank, "self_attn.kv_a_layernorm")
-    if family_of(architecture).rotary.complex:
-        q_rot, k_rot = _rotate_complex(tape, q_rot, k_rot, FP32 // size)
-    else:
-        q_rot, k_rot = _rotate_pairs(tape, q_rot, "self_attn.rotary_q"), _rotate_pairs(tape, k_rot, "self_attn.rotary_k")
-    tokens, expand = rows, build
-    if context.cache.does and context.cache.latent:  # compressed: earlier tokens are expanded again with the new
+    with tape.marked(Mark.ROTATION):
+        if family_of(architecture).rotary.complex:
+            q_rot, k_rot = _rotate_complex(tape, q_rot, k_rot, FP32 // size)
+        else:
+            q_rot, k_rot = (_rotate_pairs(tape, x, f"self_attn.rotary_{n}") for x, n in ((q_rot, "q"), (k_rot, "k")))
+    if context.cache.does and context.cache.latent:  # compressed
         latent, k_rot = update_cache(build, latent, k_rot)
+    queries = tape.operation(
+        "self_attn.join_q",
+        [q_pass, q_rot],
+        rows * heads * (plain + rotated) * size,
+        gradients=[(q_pass, None), (q_rot, None)],
+    )
+    keys, values = _expanded(build, latent, k_rot, mla)
+    output = attention(build, queries, keys, values)
+    output = build.projection(output, heads * mla.v_head_dim, architecture.hidden_size, "self_attn.o_proj", bias)
+    for variable in (x, q_pass, q_rot, compressed, k_rot, latent, queries, keys, values):
+        tape.hold(variable)
+    return ops.dropout(tape, output, architecture.hidden_dropout, rows * architecture.hidden_size, "self_attn.dropout")
+
+
+def _queries(build: BlockBuilder, x: Tensor, mla: MultiLatentAttention) -> Tensor:
+    """The queries of all heads, through a narrow projection if the network has one."""
+    architecture = build.context.architecture
+    query = architecture.num_attention_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    if mla.q_lora_rank is None:
+        return build.projection(x, architecture.hidden_size, query, "self_attn.q_proj", False)
+    bias = architecture.attention_bias
+    low = build.projection(x, architecture.hidden_size, mla.q_lora_rank, "self_attn.q_a_proj", bias)
+    low = build.norm(low, mla.q_lora_rank, "self_attn.q_a_layernorm")
+    return build.projection(low, mla.q_lora_rank, query, "self_attn.q_b_proj", False)
+
+
+def _expanded(build: BlockBuilder, latent: Tensor, k_rot: Tensor, mla: MultiLatentAttention) -> tuple[Tensor, Tensor]:
+    """The keys and values of all heads, computed from the compressed tensor `latent` and the rotated part of the keys. A
+    compressed cache has the earlier tokens in it too, which are expanded again."""
+    context, tape = build.context, build.tape
+    heads, size = context.architecture.num_attention_heads, context.precision.compute_bytes
+    plain, value = mla.qk_nope_head_dim, mla.v_head_dim
+    query = heads * (plain + mla.qk_rope_head_dim)
+    tokens, expand = context.rows, build
+    if context.cache.does and context.cache.latent:
         tokens = context.batch * context.cache.length
         expand = build.for_rows(tokens, 1)
-    queries = tape.operation(
-        "self_attn.join_q", [q_pass, q_rot], rows * query * size, gradients=[(q_pass, None), (q_rot, None)]
-    )
     expanded = expand.projection(latent, mla.kv_lora_rank, heads * (plain + value), "self_attn.kv_b_proj", False)
     parts = [tokens * heads * plain * size, tokens * heads * value * size]
     k_pass, values = tape.split(expanded, parts, "self_attn.split_kv")
@@ -54,15 +81,11 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
         [k_pass, k_rot],
         tokens * query * size,
         gradients=[(k_pass, k_pass.num_bytes), (k_rot, k_rot.num_bytes)],
-        backward_temporary_bytes=rows * query * size,
+        backward_temporary_bytes=context.rows * query * size,
     )
     if context.cache.does and not context.cache.latent:
         keys, values = update_cache(build, keys, values)
-    output = attention(build, queries, keys, values)
-    output = build.projection(output, heads * value, width, "self_attn.o_proj", bias)
-    for variable in (x, q_pass, q_rot, compressed, k_rot, latent, queries, keys, values):
-        tape.hold(variable)
-    return ops.dropout(tape, output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
+    return keys, values
 
 
 def _rotate_complex(tape: Tape, q: Tensor, k: Tensor, widens: int) -> tuple[Tensor, Tensor]:

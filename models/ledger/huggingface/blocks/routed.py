@@ -11,6 +11,7 @@ the total of saved rows does not.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from peakcast.core.units import FP32, INT32, INT64
 from peakcast.jobs.architecture import MixtureOfExperts
@@ -56,45 +57,79 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     context, tape = build.context, build.tape
     width, inner = context.architecture.hidden_size, moe.moe_intermediate_size
     pairs = context.rows * moe.num_experts_per_tok
-    size = x.num_bytes // (context.rows * width)
-    weight_rows = weights.num_bytes // pairs
-    # the sorted ids; their order, the inverse order and a bool for each row; the tokens of the rows
-    ids = tape.operation("mlp.experts.sort", [], pairs * INT64, gradients=[])
-    counted = tape.operation("mlp.experts.ids_to_int32", [], pairs * INT32, gradients=[])
-    order = tape.operation("mlp.experts.order", [], 2 * pairs * INT64 + pairs, gradients=[])
-    tokens = tape.operation("mlp.experts.tokens", [order], pairs * INT64, gradients=[])
-    taken = tape.operation("mlp.experts.take", [x, tokens], pairs * width * size, saves=[tokens])
-    sorted_weights = tape.operation("mlp.experts.take_weights", [weights, order], weights.num_bytes, saves=[order])
-    selected = _masked_in_place(build, taken)
+    rows = _sorted_by_expert(build, x, weights, moe)
     gated = context.architecture.gated_mlp
-    bias = _bias(build, ids, moe, pairs, (1 + gated) * inner, "mlp.experts.gate_up_proj_bias")
-    both = _grouped_linear(build, selected, moe, pairs, width, (1 + gated) * inner, "mlp.experts.gate_up_proj", bias)
+    bias = _bias(build, rows.ids, moe, pairs, (1 + gated) * inner, "mlp.experts.gate_up_proj_bias")
+    both = _grouped_linear(build, rows.selected, moe, pairs, width, (1 + gated) * inner, "mlp.experts.gate_up_proj", bias)
     both = _masked(build, both, "mlp.experts.mask_gate_up")
     if family_of(context.architecture).experts.clamps:
         product = _clamped_product(build, both, pairs * inner)
     elif gated:
+        size = x.num_bytes // (context.rows * width)
         gate, up = tape.split(both, [pairs * inner * size] * 2, "mlp.experts.chunk")
         product = ops.multiply(tape, ops.unary(tape, gate, "mlp.experts.act"), up, "mlp.experts.product")
     else:
         product = activation(build, both)
-    down_bias = _bias(build, ids, moe, pairs, width, "mlp.experts.down_proj_bias")
+    down_bias = _bias(build, rows.ids, moe, pairs, width, "mlp.experts.down_proj_bias")
     for variable in bias:
         tape.hold(variable)
     down = _grouped_linear(build, product, moe, pairs, inner, width, "mlp.experts.down_proj", down_bias)
     down = _masked(build, down, "mlp.experts.mask_down")
-    wide = pairs * width * max(size, weight_rows)
+    total, restored = _weighted_sum(build, down, rows, moe)
+    if total.num_bytes != x.num_bytes:
+        total = ops.cast(tape, total, x.num_bytes, "mlp.experts.to_narrow")
+    # variables of the experts' forward
+    for variable in (rows.ids, rows.counted, rows.weights, rows.selected, *down_bias, down, restored):
+        tape.hold(variable)
+    return total
+
+
+class _SortedRows(NamedTuple):
+    """The rows of all tokens and their experts, sorted by expert."""
+
+    ids: Tensor
+    """The sorted ids of the experts."""
+    counted: Tensor
+    """The same as int32, of which the rows of each expert are counted."""
+    order: Tensor
+    """The order of the rows, its inverse, and a bool for each row."""
+    weights: Tensor
+    """The router's weights in this order."""
+    selected: Tensor
+    """The tokens' hidden states in this order."""
+
+
+def _sorted_by_expert(build: BlockBuilder, x: Tensor, weights: Tensor, moe: MixtureOfExperts) -> _SortedRows:
+    context, tape = build.context, build.tape
+    pairs, width = context.rows * moe.num_experts_per_tok, context.architecture.hidden_size
+    ids = tape.operation("mlp.experts.sort", [], pairs * INT64, gradients=[])
+    counted = tape.operation("mlp.experts.ids_to_int32", [], pairs * INT32, gradients=[])
+    order = tape.operation("mlp.experts.order", [], 2 * pairs * INT64 + pairs, gradients=[])
+    tokens = tape.operation("mlp.experts.tokens", [order], pairs * INT64, gradients=[])
+    size = x.num_bytes // (context.rows * width)
+    rows = tape.operation("mlp.experts.take", [x, tokens], pairs * width * size, saves=[tokens])
+    in_order = tape.operation("mlp.experts.take_weights", [weights, order], weights.num_bytes, saves=[order])
+    return _SortedRows(ids, counted, order, in_order, _masked_in_place(build, rows))
+
+
+def _weighted_sum(build: BlockBuilder, down: Tensor, rows: _SortedRows, moe: MixtureOfExperts) -> tuple[Tensor, Tensor]:
+    """The experts' outputs `down` times the router's weights, restored to the tokens' order and summed over each token's
+    experts. Returns the sum and the restored rows."""
+    context, tape = build.context, build.tape
+    width, pairs = context.architecture.hidden_size, context.rows * moe.num_experts_per_tok
+    wide = pairs * width * max(rows.selected.num_bytes // (pairs * width), rows.weights.num_bytes // pairs)
     gone = down.num_bytes if context.backward.frees_recomputed else 0
     weighted = tape.operation(
         "mlp.experts.weighted",
-        [down, sorted_weights],
+        [down, rows.weights],
         wide,
-        saves=[down, sorted_weights],
-        gradients=[(down, down.num_bytes), (sorted_weights, sorted_weights.num_bytes)],
+        saves=[down, rows.weights],
+        gradients=[(down, down.num_bytes), (rows.weights, rows.weights.num_bytes)],
         # both products, before they are narrowed
         backward_temporary_bytes=2 * wide - gone if wide > down.num_bytes else wide,
     )
     summed = pairs * width * FP32 if context.precision.autocast else wide  # sum is on autocast's fp32 list
-    restored = tape.operation("mlp.experts.restore", [weighted, order], wide, saves=[order])
+    restored = tape.operation("mlp.experts.restore", [weighted, rows.order], wide, saves=[rows.order])
     by_token = tape.operation(  # its backward copies the expanded gradient, before a checkpoint recomputes
         "mlp.experts.by_token", [restored], Output(wide, view_of=restored), gradients=[(restored, wide)]
     )
@@ -104,11 +139,7 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
         summed // moe.num_experts_per_tok,
         gradients=[(by_token, None if summed == wide else wide)],
     )
-    if total.num_bytes != x.num_bytes:
-        total = ops.cast(tape, total, x.num_bytes, "mlp.experts.to_narrow")
-    for variable in (ids, counted, sorted_weights, selected, *down_bias, down, restored):  # of the experts' forward
-        tape.hold(variable)
-    return total
+    return total, restored
 
 
 def _bias(build: BlockBuilder, ids: Tensor, moe: MixtureOfExperts, rows: int, width: int, name: str) -> list[Tensor]:

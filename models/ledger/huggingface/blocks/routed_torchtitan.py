@@ -81,29 +81,40 @@ def _experts(build: BlockBuilder, x: Tensor, chosen: Tensor, weights: Tensor, mo
     product = ops.multiply(tape, activated, up, "mlp.experts.product")
     down = _grouped(build, product, moe, inner, width, "mlp.experts.w2")
     returned = down if places is None else _return_rows(tape, down, places)
-    summed = tape.operation("mlp.experts.zeros", [], context.rows * width * size)
+    total, zeros = _summed_by_token(build, returned, sorted_weights, token, size)
+    for variable in (taken, down, zeros, token, sorted_weights):  # variables of the experts and the dispatcher
+        tape.hold(variable)
+    if places is not None:
+        tape.hold(places)
+    return total
+
+
+def _summed_by_token(
+    build: BlockBuilder, returned: Tensor, weights: Tensor, token: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    """The experts' outputs `returned`, times the router's `weights`, added to zeros of `size` bytes each at the rows of
+    their tokens. Returns the sums and the zeros."""
+    context, tape, width = build.context, build.tape, build.context.architecture.hidden_size
+    pairs = weights.num_bytes // FP32
+    zeros = tape.operation("mlp.experts.zeros", [], context.rows * width * size)
     widened = ops.cast(tape, returned, pairs * width * FP32, "mlp.experts.to_float32") if size < FP32 else returned
     weighted = tape.operation(
         "mlp.experts.weighted",
-        [widened, sorted_weights],
+        [widened, weights],
         pairs * width * FP32,
-        saves=[widened, sorted_weights],
+        saves=[widened, weights],
         backward_temporary_bytes=pairs * width * FP32,  # the product that is summed to the weights' gradient
     )
     narrow = ops.cast(tape, weighted, pairs * width * size, "mlp.experts.to_narrow") if size < FP32 else weighted
     tape.hold(returned)  # until its variable is reassigned to the weighted rows
     total = tape.operation(
         "mlp.experts.scatter_add",
-        [summed, narrow, token],
+        [zeros, narrow, token],
         context.rows * width * size,
         saves=[token],
         gradients=[(narrow, narrow.num_bytes)],
     )
-    for variable in (taken, down, summed, token, sorted_weights):  # variables of the experts and the dispatcher
-        tape.hold(variable)
-    if places is not None:
-        tape.hold(places)
-    return total
+    return total, zeros
 
 
 def _send(tape: Tape, taken: Tensor, pairs: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ def adapts(context: MegatronContext, name: str) -> bool:
 
 
 def gathers_norm(context: MegatronContext, name: str) -> bool:
-    """Whether the norm of a projection's input, gathered over the tensor-parallel ranks, is handed to its adapter
+    """Whether a projection's adapter reads the normed input that was gathered over the tensor-parallel ranks
     (`return_layernorm_output_gathered`)."""
     return adapts(context, name) and context.groups.sequence_parallel and _is_bridge(context)
 

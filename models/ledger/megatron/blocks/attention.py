@@ -28,48 +28,32 @@ def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tens
     rotated and not (megatron-core 0.16.1 `qkv_output`, `query`, `key`)."""
     size = context.rows * context.element_bytes
     # views of one storage until something copies them; split_along_dim's backward makes one gradient for all three
-    query, key, value = tape.split(
-        mixed,
-        [
-            size * context.attention.query,
-            size * context.attention.key_value,
-            size * context.attention.key_value,
-        ],
-        "split_qkv",
-    )
+    widths = (context.attention.query, context.attention.key_value, context.attention.key_value)
+    query, key, value = tape.split(mixed, [size * width for width in widths], "split_qkv")
     views: tuple[str, ...] = ("query", "key", "value")  # those that have not been copied
-    if (
-        1 < context.attention.key_value_heads != context.attention.heads
-    ):  # reshaping a strided view copies, unless there is a single group
+    if 1 < context.attention.key_value_heads != context.attention.heads:
+        # reshaping a strided view copies, unless there is a single group
         query = tape.operation("query_reshape", [query], query.num_bytes)
         views = ("key", "value")
     if context.attention.qk_norm:
-        if context.transformer_engine or context.normalization == "layernorm":  # torch's RMS norm saves the views
-            # Transformer Engine's norms copy the strided views first and save the copies
-            query = tape.operation("query_contiguous", [query], query.num_bytes)
-            key = tape.operation("key_contiguous", [key], key.num_bytes)
-        query = norm(
-            tape,
-            query,
-            context,
-            context.rows * context.attention.heads,
-            context.attention.head_dim,
-            "q_layernorm",
-        )
-        key = norm(
-            tape,
-            key,
-            context,
-            context.rows * context.attention.key_value_heads,
-            context.attention.head_dim,
-            "k_layernorm",
-        )
+        query, key = _normed(tape, query, key, context)
         views = ("value",)
     named = [mixed, query, key]
     if context.attention.rotary_dim:
         query, key = _rotate(tape, query, context, "rotary_q"), _rotate(tape, key, context, "rotary_k")
         views = ("value",)
     return core_attention(tape, query, key, value, context, views), [*named, query, key]
+
+
+def _normed(tape: Tape, query: Tensor, key: Tensor, context: MegatronContext) -> tuple[Tensor, Tensor]:
+    """Queries and keys after the norms of their heads."""
+    if context.transformer_engine or context.normalization == "layernorm":  # torch's RMS norm saves the views
+        # Transformer Engine's norms copy the strided views first and save the copies
+        query = tape.operation("query_contiguous", [query], query.num_bytes)
+        key = tape.operation("key_contiguous", [key], key.num_bytes)
+    width = context.attention.head_dim
+    query = norm(tape, query, context, context.rows * context.attention.heads, width, "q_layernorm")
+    return query, norm(tape, key, context, context.rows * context.attention.key_value_heads, width, "k_layernorm")
 
 
 def core_attention(
@@ -217,8 +201,8 @@ def _full_mask(tape: Tape, context: MegatronContext) -> Tensor:
     Source: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/utils.py` `get_full_mask`.
     """
     pairs = context.sequence * (context.key_sequence or context.sequence)
-    handed = context.padding or not (context.runs.makes_mask or context.source_sequence)
-    samples = context.batch if handed else 1
+    has_masks = context.padding or not (context.runs.makes_mask or context.source_sequence)
+    samples = context.batch if has_masks else 1
     bounds, compared = (INT64 * samples, samples) if context.padding else (INT32, 1)
 
     def made(name: str, size: int, reads: Sequence[Tensor] = (), passing: int = 0) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 from peakcast import api, catalog
 from peakcast.answers.labels import phase_title
 from peakcast.dialects.common.job_file import job_from_mapping
-from peakcast.explaining.generation import cache_bytes_per_token
+from peakcast.explaining.key_value_cache import cache_bytes_per_token
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.printing.screen import prediction_text

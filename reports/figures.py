@@ -1,4 +1,4 @@
-"""Figures of a report in addition to those of `models.metrics`: the headline per GPU type, splits, steps of error."""
+"""Figures of a report beyond those of `models.evaluation.metrics`: the headline per GPU type, splits, steps of error."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ ADAPTABLE = (
     *USUALLY_ADAPTED,
     *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
 )
-"""All of them, latent attention's too: what "all-linear" means in ms-swift."""
+"""The projections that "all-linear" means in ms-swift: also those of latent attention."""
 PARTS = frozenset({"mamba", "attention", "mlp", "moe"})
 """What a layer of a hybrid network may consist of."""
 FUSED_SOFTMAX_LONGEST = {True: 16384, False: 4096}
