@@ -360,5 +360,5 @@ def test_processes_that_no_machine_has_are_refused_and_killed_ones_are_said():
     with pytest.raises(SpecError, match="processes=100,000 must be from 1 to"):
         api.search("gpt2", "H100-80GB", num_gpus=8, processes=100_000)
     question = SearchInput((), catalog.gpu("H100-80GB"), 0)
-    with SearchWorkers(question, 2) as workers, pytest.raises(LostError, match="of the search was ended from outside"):
+    with SearchWorkers(question, 2) as workers, pytest.raises(LostError, match="of the search was killed"):
         workers.map(ended, [1, 2])

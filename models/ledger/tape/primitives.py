@@ -94,7 +94,7 @@ def matmul(tape: Tape, x: Tensor, y: Tensor, num_bytes: int, name: str, *, forwa
 
 def scale(tape: Tape, x: Tensor, name: str, *, in_place: bool = False) -> Tensor:
     """x times a number or a constant tensor that exists elsewhere: saves nothing; the gradient is a new tensor.
-    `in_place`: in place."""
+    `in_place`: the product overwrites x."""
     return tape.operation(name, [x], Output(x.num_bytes, view_of=x if in_place else None))
 
 

@@ -121,7 +121,7 @@ def ends_its_process(task):
 
 
 def test_a_process_that_was_killed_is_said():
-    with pytest.raises(LostError, match=r"one of the 2 processes of the sweep was ended .*processes=1"):
+    with pytest.raises(LostError, match=r"one of the 2 processes of the sweep was killed, .*processes=1"):
         list(_map(ends_its_process, [None, None], 2))
 
 
