@@ -20,7 +20,6 @@ FIRST_BUCKET_BYTES = MIB
 """`_DEFAULT_FIRST_BUCKET_BYTES`: the first bucket is small, so that communication starts early."""
 
 
-
 class DDP(Layout):
     """`bucket_bytes`: the size from which a bucket is full. `views`: `gradient_as_bucket_view`, with which gradients are
     views of the buckets once they have been reduced. `waits`: micro-batches before the last do not reduce. `split`:
