@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from peakcast.answers.prediction import RestsOn
-from peakcast.core.findings import Finding, guessed
-from peakcast.models.calibration.domain import MOST_SEVERE, OUT_OF_SCOPE_SEVERITY, severity
+from peakcast.core.findings import OUT_OF_SCOPE, Finding, guessed
+from peakcast.models.calibration.domain import MOST_SEVERE, severity
 from peakcast.models.calibration.spread import JUDGED_FACTOR, Spread, terms_of
 
 if TYPE_CHECKING:
@@ -42,21 +42,23 @@ def bar_of(
 
     `row`: the job's features for this quantity (`features.of_quantity`); `groups`: its `grouping.bar_groups`; `findings`:
     what the ledger and the reading of the question leave open. How far outside the job is depends on the rows of this
-    quantity: device memory may have no rows of a framework for which allocated memory has many.
+    quantity: device memory may have no rows of a framework for which allocated memory has many. A share that a finding says
+    (`Finding.share`) is added to the bar of a job without that finding, so that it includes all that the sentence says.
     """
     open_questions = tuple(findings)
     if guessed(open_questions):
         # a judgement: how the network differs from the one that is counted in its place is not known
         return LogBar(WIDEST, WIDEST, "judgement")
-    unmodelled = any(finding.severity >= OUT_OF_SCOPE_SEVERITY for finding in open_questions)
-    far = severity(finding for finding in open_questions if finding.severity < OUT_OF_SCOPE_SEVERITY)
+    unmodelled = any(finding.of_unknown_size for finding in open_questions)
+    far = severity(finding for finding in open_questions if finding.severity < OUT_OF_SCOPE)
+    off = sum(math.log1p(finding.share) for finding in open_questions if finding.share)
     if learned is None:
         expected = Spread(quantity).predict(terms_of(row, quantity, MOST_SEVERE, unmodelled=unmodelled))
-        return LogBar(*(min(JUDGED_FACTOR * expected, WIDEST),) * 2, "judgement")
+        return LogBar(*(min(JUDGED_FACTOR * expected + off, WIDEST),) * 2, "judgement")
     far = min(far + learned.domain.distance(job, row, gpu), MOST_SEVERE)
     new_kind = not learned.domain.has_kind(job)
     expected = learned.spread.predict(terms_of(row, quantity, far, new_kind=new_kind, unmodelled=unmodelled))
     found = learned.intervals.bar(groups)
     half_width, upper = (found[1].half_width, found[1].upper) if found else (JUDGED_FACTOR,) * 2
-    rests_on: RestsOn = "judgement" if unmodelled or found is None else "relatives" if far else "measurements"
-    return LogBar(min(half_width * expected, WIDEST), min(upper * expected, WIDEST), rests_on)
+    rests_on: RestsOn = "judgement" if unmodelled or found is None else "relatives" if far or off else "measurements"
+    return LogBar(min(half_width * expected + off, WIDEST), min(upper * expected + off, WIDEST), rests_on)

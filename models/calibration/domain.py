@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from peakcast.core.errors import CalibrationError
-from peakcast.core.findings import KINDS, Finding
+from peakcast.core.findings import OUT_OF_SCOPE, Finding
 from peakcast.core.versions import release, resolved
 from peakcast.jobs.conventions import unmodelled_versions
 from peakcast.jobs.lengths import lengths_change
@@ -58,7 +58,6 @@ _PARAMETERS = {
 """Trait → the job's parameter that decides it, if its name is different."""
 _OF_TRAINING = frozenset(("optimizer", "activation_checkpointing", "fused_linear_cross_entropy", "loss"))
 """Traits that only training has."""
-OUT_OF_SCOPE_SEVERITY = KINDS["not_modelled"].severity
 MOST_SEVERE = 8
 """The sum of severities counts as at most this."""
 
@@ -201,8 +200,8 @@ def severity(findings: Iterable[Finding]) -> int:
     """How far outside a job is by all `findings` together: from 0 to MOST_SEVERE. What the ledger does not cover counts
     once, however many parts of the job that are."""
     severities = [finding.severity for finding in findings]
-    uncovered = [size for size in severities if size >= OUT_OF_SCOPE_SEVERITY]
-    return min(sum(size for size in severities if size < OUT_OF_SCOPE_SEVERITY) + max(uncovered, default=0), MOST_SEVERE)
+    uncovered = [size for size in severities if size >= OUT_OF_SCOPE]
+    return min(sum(size for size in severities if size < OUT_OF_SCOPE) + max(uncovered, default=0), MOST_SEVERE)
 
 
 def traits(job: TrainingJob) -> dict[str, str]:

@@ -34,18 +34,24 @@ class Kind:
     details."""
 
 
+OUT_OF_SCOPE = 6
+"""The severity of findings that put a job out of scope: its run counts in no accuracy claim."""
 UNSEEN = "the bars are wider, because no measured run is like this one in {}."
 
 
 KINDS = {
     "not_modelled": Kind(
-        "the job has something that the ledger does not count or has never been compared for", 6, uncounted=True
+        "the job has something that the ledger does not count or has never been compared for", OUT_OF_SCOPE, uncounted=True
     ),
     "network_guessed": Kind(
-        "the ledger does not know the network's family; the numbers are those of a Llama of its sizes", 6, uncounted=True
+        "the ledger does not know the network's family; the numbers are those of a Llama of its sizes",
+        OUT_OF_SCOPE,
+        uncounted=True,
     ),
-    "nearly_modelled": Kind("the ledger differs from a trace of such jobs, by at most the share that is said", 6),
-    "run_would_fail": Kind("a library refuses such a job; the answer is as if it ran", 6, prevents=True),
+    "nearly_modelled": Kind(
+        "the ledger differs from traces or runs of such jobs, by at most the share that is said", OUT_OF_SCOPE
+    ),
+    "run_would_fail": Kind("a library refuses such a job; the answer is as if it ran", OUT_OF_SCOPE, prevents=True),
     "setting_ignored": Kind("a setting of the job that no ledger looks at, and that may matter", 1, uncounted=True),
     "setting_without_effect": Kind("a setting that does nothing with the rest of the job", routine=True),
     "setting_not_modelled": Kind("a configuration asks for something that a job cannot say", 2, uncounted=True),
@@ -99,6 +105,9 @@ class Finding:
     """The setting that it concerns, by the user's name or by a job's; "" if it concerns none."""
     direction: Direction
     sentence: str
+    share: float | None = None
+    """The most by which such jobs were off wherever they were compared, as a fraction that the sentence also says; None if
+    nothing was compared, or nothing can be said of other jobs."""
 
     def __post_init__(self) -> None:
         assert self.code in KINDS, self.code
@@ -113,6 +122,11 @@ class Finding:
     def uncounted(self) -> bool:
         """Whether the answer leaves out something of unknown size (`Kind.uncounted`)."""
         return KINDS[self.code].uncounted
+
+    @property
+    def of_unknown_size(self) -> bool:
+        """Whether such jobs are out of scope, and nothing says how far off they may be."""
+        return self.severity >= OUT_OF_SCOPE and self.share is None
 
     def to_mapping(self) -> dict[str, str]:
         """The four fields by name (DESIGN section 5)."""
@@ -156,10 +170,10 @@ says."""
 FAILS: Effect = ("run_would_fail", "either")
 
 
-def found(sentence: str, parameter: str, *, effect: Effect = UNKNOWN) -> Finding:
-    """A finding about `parameter` with this sentence."""
+def found(sentence: str, parameter: str, *, effect: Effect = UNKNOWN, share: float | None = None) -> Finding:
+    """A finding about `parameter` with this sentence, and the share that it says (`Finding.share`)."""
     code, direction = effect
-    return Finding(code, parameter, direction, sentence)
+    return Finding(code, parameter, direction, sentence, share)
 
 
 SILENT_ABOVE = 0.10

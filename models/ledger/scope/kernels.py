@@ -23,13 +23,14 @@ ATTENTION = Section("attention kernels", (
          "flash_attention_2 of Falcon, whose key heads are copied for it, is not modelled; use sdpa."),
     nearly("offload.activations", differs("activations offloaded from eager attention or under autocast")
            & job.offloads_activations & (job.eager | job.autocast),
-           "Falcon's offloaded activations with eager attention or under autocast are up to 1.2 % off their trace."),
+           "Falcon's offloaded activations with eager attention or under autocast are up to 1.2 % off their trace.",
+           share=0.012),
     unknown("attention", job.flash & setting("batch.form", "padding_free") & ~trait("attention.passes_positions"),
             "model_type={architecture.model_type!r} passes no positions to attention, so flash_attention_2 over "
             "padding-free batches is not modelled for it."),
     nearly("attention", job.flash & trait("attention.makes_padding_mask"),
            "OPT always makes a padding mask, so flash_attention_2 copies the tokens of each row without padding: up to 1 % "
-           "off its trace."),
+           "off its trace.", share=0.01),
 ))
 
 FUSED_KERNELS = Section("fused kernels", (

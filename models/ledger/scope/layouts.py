@@ -12,7 +12,7 @@ _DDP = Section("DDP", when=job.asks_ddp, rows=(
     nearly_less("framework_options.ddp_gradient_as_bucket_view",
                 job.accumulates & option("accumulates_without_sync") & option("ddp_gradient_as_bucket_view"),
                 "ddp_gradient_as_bucket_view together with gradient accumulation without synchronisation is counted up to "
-                "0.8 % too high: gradients leave for their buckets one by one."),
+                "0.8 % too high: gradients leave for their buckets one by one.", share=0.008),
 ))
 
 _FSDP2 = Section("FSDP2", when=job.asks_fsdp2, rows=(
@@ -187,7 +187,7 @@ _PIPELINES = Section("pipeline parallelism", when=job.pipeline_parallel, rows=(
             "anew; use activation_checkpointing.mode=none, or full for every layer and not reentrant, or trace it."),
     nearly_more("precision.compute", job.splits_backward & job.computes_float32,
                 "zero_bubble computed in float32 is not modelled: traced stages need up to 1.4 % more; use bfloat16, or "
-                "another schedule."),
+                "another schedule.", share=0.014),
     unknown("parallelism.pipeline_layers", job.empty_stages,
             "parallelism.pipeline_layers={stages_of_layers} leaves a stage without layers: not modelled."),
     unknown(_STAGES, job.replicated & (~(job.asks_ddp | job.asks_fsdp2) | job.zero),
@@ -250,7 +250,7 @@ ZERO = Section(
     unknown(_STAGE, job.quantized & job.offloads, "offloading with whole weights only, not quantised ones."),
     nearly_more(_STAGE, job.offloads_parameters & ~job.replicated,
                 "on one rank with its weights on the GPU only: from the host, first steps are counted up to 0.5 % too "
-                "low."),
+                "low.", share=0.005),
     unknown(_STAGE, job.zero1 & job.overlaps_reduction & (job.ties_embeddings & job.accumulates | _TRACED_PLAIN),
             "with overlap_comm only without a shared table if there are several micro-batches, and without offloading, "
             "quantised weights, experts and preferences."),

@@ -152,7 +152,7 @@ _OPTIONS = Section("options", (
             "cp-comm-type={exchanges} is not modelled; {known_exchanges} in every layer is."),
     nearly_more("offload.activations", job.offloads_activations & option("offload_modules"),
                 "Offloaded activations are counted as if copies took no time. They live until their copy has ended; two "
-                "published runs, which run two micro-batches at once as well, have 3 % more."),
+                "published runs, which run two micro-batches at once as well, have 3 % more.", share=0.03),
 ))
 
 # megatron-core 0.17.1 `transformer/transformer_config.py` `__post_init__`; what graphs keep: `megatron/cuda_graphs.py`
@@ -190,7 +190,7 @@ _EXPERTS = Section("latent attention, multi-token prediction and experts", (
             "Full recomputation together with multi-token prediction is not modelled."),
     nearly_more("framework_options.moe_flex_dispatcher_backend",
                 megatron.flex_dispatcher & option("moe_flex_dispatcher_backend", "hybridep"),
-                "HybridEP is counted as its source has it; two published runs have 1 % more."),
+                "HybridEP is counted as its source has it; two published runs have 1.2 % more.", share=0.012),
     unknown("framework_options.moe_token_dispatcher_type",
             job.experts & option("moe_token_dispatcher_type", "alltoall_seq"),
             "moe-token-dispatcher-type=alltoall_seq is counted as alltoall, which newer releases have in its place."),
@@ -210,11 +210,11 @@ _EXPERTS = Section("latent attention, multi-token prediction and experts", (
                 megatron.overlaps & ~option("overlapped_layers_are_released"),
                 "Before megatron-core 0.16 overlap-moe-expert-parallel-comm keeps what a layer's parts hand to each other, "
                 "and its gradients, until the micro-batch's backward ends, which is not counted. The one published run of "
-                "such code has 10 % more."),
+                "such code has 11 % more.", share=0.11),
     nearly_more("framework_options.overlap_moe_expert_parallel_comm", megatron.overlaps & job.predicts_further_tokens,
                 "With overlap-moe-expert-parallel-comm, a layer that predicts a further token runs backward beside the "
                 "forward of another micro-batch's first layer. Its trace has 2 % more; with several such layers, which are "
-                "not counted so, up to 3 %."),
+                "not counted so, up to 3 %.", share=0.03),
     more("framework_options.moe_router_padding_for_quantization",
          job.experts & option("moe_router_padding_for_quantization"),
          "framework_options.moe_router_padding_for_quantization is not modelled."),

@@ -39,10 +39,10 @@ OWN_NETWORKS = Section("networks of a training library's own", (
             "where micro-batches after the first had shorter samples; ask with your command (`peakcast dryrun`)."),
     nearly_more("architecture", job.litgpt & ~setting("architecture.normalization", "rmsnorm"),
                 "LitGPT's own {architecture.name!r} is counted as transformers' network of that name: published "
-                "runs of four such networks took up to 5 % more."),
+                "runs of four such networks took up to 5 % more.", share=0.05),
     nearly_more("architecture", job.litgpt & ~job.adapts,
                 "LitGPT's own {architecture.name!r} is counted as transformers' network of that name: published "
-                "runs of full finetuning of two networks took 2 and 3 % more."),
+                "runs of full finetuning of two networks took 2 and 3 % more.", share=0.03),
     unknown("finetuning", job.own_networks & job.trains_other_parts,
             "what trains outside the layers is counted from transformers' network, but this library has a network of its "
             "own; ask with your command (`peakcast dryrun`)."),

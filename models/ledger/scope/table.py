@@ -51,6 +51,8 @@ class ScopeLimit:
     sentence: str
     feature: str = ""
     """The feature that its section is about."""
+    share: float | None = None
+    """The share that the sentence says such jobs were off by at most (`Finding.share`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +95,8 @@ class Section:
         limit = next(self.holding(job), None)
         if limit is None:
             return None
-        return found(limit.sentence.format_map(_SentenceValues(job)), limit.parameter, effect=limit.effect)
+        sentence = limit.sentence.format_map(_SentenceValues(job))
+        return found(sentence, limit.parameter, effect=limit.effect, share=limit.share)
 
     def _said(self, row: ScopeLimit) -> ScopeLimit:
         return replace(row, sentence=self.start + row.sentence + self.end, feature=row.feature or self.feature)

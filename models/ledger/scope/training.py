@@ -103,10 +103,10 @@ SETTINGS = Section("settings of one rank", (
             "{architecture.name!r} is an encoder, which generates nothing: task='inference' is not modelled for it."),
     nearly_more("task", job.generates & differs("generation"),
                 "generation with model_type={architecture.model_type!r}, whose attention has tables of its own, is up to 5 "
-                "% below its trace."),
+                "% below its trace.", share=0.05),
     nearly_more("task", job.generates & differs("generation in float32") & job.computes_float32,
                 "generation with BLOOM in float32: not all attention scores are counted that a variable of its code keeps "
-                "until the output is added; up to 0.7 % below its trace."),
+                "until the output is added; up to 0.7 % below its trace.", share=0.007),
     more("versions.torch", job.softmax_keeps_input & job.eager,
          "before torch 1.11 softmax saves its input too, and zero_grad fills gradients with zeros instead of freeing them: "
          "neither the scores of each layer's attention nor, during forward, the gradients are counted."),
@@ -145,7 +145,7 @@ SETTINGS = Section("settings of one rank", (
         nearly("precision.compute", job.selective,
                "float8 compute with selective checkpointing is not modelled: no list of operations to keep has "
                "torch._scaled_mm, in whose place traces run other products; they are up to 1.6 % lower; use mode=full "
-               "or none."),
+               "or none.", share=0.016),
     )),
 ))
 
@@ -157,12 +157,13 @@ MIXTURES = Section("mixtures that differ from their traces", when=job.trains, ro
     nearly_more("framework_options.autocast",
                 differs("autocast with adapters and checkpointing") & job.autocast & job.adapts & job.checkpoints,
                 "model_type={architecture.model_type!r} under autocast, with adapters and checkpointing: backward is up to "
-                "1.6 % below its trace."),
+                "1.6 % below its trace.", share=0.016),
     nearly_less("framework_options.autocast", job.autocast & job.inputs_are_leaves,
                 "{architecture.name!r} under autocast with reentrant checkpoints, or with adapters and any checkpoints: "
-                "autocast then casts a layer's input once for all projections; up to 2.5 % too much is counted."),
+                "autocast then casts a layer's input once for all projections; up to 2.5 % too much is counted.",
+                share=0.025),
     nearly_less("optimizer.name", job.optimizer("lomo") & job.autocast & job.checkpoints,
-                "lomo under autocast with checkpointing: backward is up to 0.4 % above its trace."),
+                "lomo under autocast with checkpointing: backward is up to 0.4 % above its trace.", share=0.004),
     more("activation_checkpointing",
          differs("checkpointing or offloaded activations") & (job.checkpoints | job.offloads_activations),
          "model_type={architecture.model_type!r} with checkpointing or offloaded activations: position tables and rotated "
@@ -199,7 +200,7 @@ UPDATES_IN_BACKWARD = Section(
     unknown(_OPTIMIZER, job.autocast & job.computes_float16,
             "is not modelled under autocast in float16: the loss scaler would have to be asked for every gradient."),
     nearly_more(_OPTIMIZER, job.fused_loss & ~job.adapts & ~job.optimizer_in_backward,
-                "is counted in part with a fused loss: backward is up to 1.2 % below its trace."),
+                "is counted in part with a fused loss: backward is up to 1.2 % below its trace.", share=0.012),
     fails(_OPTIMIZER, job.optimizer("adalomo") & job.experts,
           "fails with experts held in one parameter: lomo-optim 0.1.1 factors matrices only; use lomo."),
 ))

@@ -1,13 +1,14 @@
 """The table of what is not covered is whole: its sentences and parameters name what a job has, and its facts combine."""
 
 import dataclasses
+import re
 import string
 from operator import attrgetter
 
 import pytest
 
 from peakcast import catalog
-from peakcast.core.findings import FAILS, UNKNOWN
+from peakcast.core.findings import FAILS, NEARLY, NEARLY_LESS, NEARLY_MORE, UNKNOWN
 from peakcast.jobs.conventions import known_conventions
 from peakcast.jobs.spec import Offload, TrainingJob
 from peakcast.models.ledger.scope.fact import above, option, setting
@@ -30,6 +31,13 @@ def test_facts_combine_as_conditions_do():
         assert (FLEX | COMPILED)(job) == (is_flex or is_compiled)
         assert (~FLEX)(job) != is_flex
     assert repr(~(FLEX | COMPILED) & above("sequence_length", 1)) == "(not (attention=flex | compile)) & sequence_length>1"
+
+
+def test_a_share_is_the_largest_that_its_sentence_says():
+    said = {row.share: re.findall(r"([\d.]+)\s%", row.sentence) for row in ROWS if row.share is not None}
+    assert len(said) > 8
+    assert all(100 * share == pytest.approx(max(map(float, numbers))) for share, numbers in said.items())
+    assert all(row.effect in (NEARLY, NEARLY_MORE, NEARLY_LESS) for row in ROWS if row.share is not None)
 
 
 def test_an_option_is_what_the_release_or_the_job_says():
