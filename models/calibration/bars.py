@@ -51,7 +51,8 @@ def bar_of(
         return LogBar(WIDEST, WIDEST, "judgement")
     unmodelled = any(finding.of_unknown_size for finding in open_questions)
     far = severity(finding for finding in open_questions if finding.severity < OUT_OF_SCOPE)
-    off = sum(math.log1p(finding.share) for finding in open_questions if finding.share)
+    # the measurement may be that share of the answer below it, or above it, which is less in logarithms
+    off = sum(-math.log1p(-finding.share) for finding in open_questions if finding.share)
     if learned is None:
         expected = Spread(quantity).predict(terms_of(row, quantity, MOST_SEVERE, unmodelled=unmodelled))
         return LogBar(*(min(JUDGED_FACTOR * expected + off, WIDEST),) * 2, "judgement")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
 from peakcast.models.ledger.scope.fact import setting, trait
-from peakcast.models.ledger.scope.table import Section, fails, guessed, more, nearly_more, unknown
+from peakcast.models.ledger.scope.table import Section, fails, guessed, more, nearly, nearly_less, nearly_more, unknown
 
 # fmt: off
 NETWORKS = Section("networks", (
@@ -33,10 +33,14 @@ NETWORKS = Section("networks", (
 OWN_NETWORKS = Section("networks of a training library's own", (
     fails("finetuning.quantization", job.litgpt & job.quantized & job.replicated,
           "LitGPT refuses quantized weights on several GPUs; use one."),
-    unknown("finetuning.method", job.litgpt & job.adapts,
-            "LitGPT's own {architecture.name!r} with adapters is counted as transformers' network of that name: "
-            "published peaks are from 3 % below to 7 % above such answers on one GPU, and 1 to 15 % below on several, "
-            "where micro-batches after the first had shorter samples; ask with your command (`peakcast dryrun`)."),
+    nearly_less("finetuning.method", job.litgpt & job.adapts & job.many_ranks,
+                "LitGPT's own {architecture.name!r} with adapters is counted as transformers' network of that name: "
+                "published peaks on several GPUs are 1 to 15 % below such answers, where micro-batches after the first had "
+                "shorter samples; ask with your command (`peakcast dryrun`).", share=0.15),
+    nearly("finetuning.method", job.litgpt & job.adapts,
+           "LitGPT's own {architecture.name!r} with adapters is counted as transformers' network of that name: published "
+           "peaks on one GPU are from 3 % below to 7 % above such answers; ask with your command (`peakcast dryrun`).",
+           share=0.07),
     nearly_more("architecture", job.litgpt & ~setting("architecture.normalization", "rmsnorm"),
                 "LitGPT's own {architecture.name!r} is counted as transformers' network of that name: published "
                 "runs of four such networks took up to 5 % more.", share=0.05),
