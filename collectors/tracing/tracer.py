@@ -29,6 +29,7 @@ from peakcast.catalog import Device
 from peakcast.collectors.tracing import fake_streams
 from peakcast.collectors.tracing.blocks_in_use import BlocksInUse
 from peakcast.collectors.tracing.custom_operators import gpu_kernel
+from peakcast.collectors.tracing.filled_zeros import INTO_ZEROS, MAKES_ZEROS
 from peakcast.collectors.tracing.flop_counts import Operations
 from peakcast.collectors.tracing.kernel_allocations import KernelAllocation, kernel_allocations
 from peakcast.collectors.tracing.known_values import label
@@ -226,8 +227,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if func is graphsafe_run_with_rng_state:  # around an operator that compiled code recomputes
             func, *args = args
             kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}
-        if func is torch.ops.aten.scatter.src and self._fills_new_zeros(args[0]):
-            func = torch.ops.aten.scatter_.src
+        if func in INTO_ZEROS and self._fills_new_zeros(args[0]):
+            func = INTO_ZEROS[func]
         result = self._ran(func, types, args, kwargs or {})
         leaves = tensors_of(result)
         if self._fused is None:
@@ -238,7 +239,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self._see(leaf, instant)
         if func._overloadname == "out" and isinstance(result, torch.Tensor):
             self._christen([result], self._labels[instant])
-        if func is torch.ops.aten.new_zeros.default:
+        if func in MAKES_ZEROS:
             self._zeros = instant, result.untyped_storage()._cdata
         if self.gpu is not None:
             for workspace in kernel_allocations(func, args, result, self.gpu):
@@ -287,9 +288,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             super().__exit__(None, None, None)
 
     def _fills_new_zeros(self, target: torch.Tensor) -> bool:
-        """Whether a scatter in backward writes into zeros that were made for it. The backward of `max` over a dimension
-        makes zeros and then scatters in place; but while a mode is on, it does so out of place (torch 2.13
-        `FunctionsManual.cpp`, `value_selecting_reduction_backward_symint`, `areAnyTensorSubclassLike`)."""
+        """Whether an operator in backward writes into zeros that were made for it (`INTO_ZEROS`)."""
         made = self._zeros == (self.now - 1, target.untyped_storage()._cdata)
         return made and self.phase is Phase.BACKWARD
 

@@ -45,16 +45,32 @@ def test_a_storage_emptied_in_place_frees_its_bytes_and_refilled_takes_them_agai
     assert timeline(tracer).totals.tolist() == [4096, 4096 + 512, 4096 + 512, 512, 4096 + 512]
 
 
-def test_the_backward_of_a_maximum_scatters_into_its_zeros_in_place():
-    """As recorded on GPUs: one tensor of the input's shape. While a mode is on PyTorch scatters into another."""
+INDICES = torch.arange(256)
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        pytest.param(lambda rows: rows.max(dim=-1).values, id="max"),
+        pytest.param(lambda rows: rows.topk(2).values, id="topk"),
+        pytest.param(lambda rows: rows.gather(1, INDICES[:, None]), id="gather"),
+        pytest.param(lambda rows: rows[INDICES[:9]], id="indices"),
+        pytest.param(lambda rows: rows[INDICES < 9], id="a mask"),
+        pytest.param(lambda rows: rows.index_select(0, INDICES[:9]), id="index_select"),
+        pytest.param(lambda rows: rows.take(INDICES), id="take"),
+    ],
+)
+def test_backward_fills_its_zeros_in_place(select):
+    """As recorded on GPUs, and as PyTorch's profiler shows without a mode: one tensor of the input's shape in all of
+    backward. While a mode is on, autograd fills another one."""
     rows = torch.randn(256, 512, requires_grad=True)
     with Tracer("cpu") as tracer:
-        best = rows.max(dim=-1).values
-        tracer.phase = Phase.BACKWARD
-        best.backward(torch.ones(256))
-    large = timeline(tracer).num_bytes == rows.numel() * 4
-    assert int(large.sum()) == 1
-    assert timeline(tracer).totals.max() < 2 * rows.numel() * 4
+        selected = select(rows).sum()
+        tracer.phase, begin = Phase.BACKWARD, tracer.now
+        selected.backward()
+    backward = tracer.timeline(begin, tracer.now)
+    assert int((backward.num_bytes == rows.numel() * 4).sum()) == 1
+    assert torch.equal(rows.grad, torch.autograd.grad(select(rows).sum(), rows)[0])
 
 
 def test_a_fake_storage_emptied_in_place_is_one_of_ours_although_it_says_meta():
