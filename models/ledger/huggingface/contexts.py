@@ -165,6 +165,7 @@ def _loss(job: TrainingJob, convention: Mapping[str, Any]) -> LossRules:
     return LossRules(
         kind="cross_entropy" if makes_whole_logits(job) else job.loss.kind,
         logits_upcast=str(convention.get("logits_upcast", "loss")),
+        scores_tokens=makes_whole_logits(job),
         slices_whole_dimensions=bool(convention.get("slices_whole_dimensions")),
         in_stages=job.parallelism.pipeline_parallel_size > 1,
         logits_chunks=max(1, int(convention.get("logits_chunks", 1))),

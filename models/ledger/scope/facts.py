@@ -6,7 +6,7 @@ does or what a library knows of it (`trait`; `catalog/families/`).
 
 from __future__ import annotations
 
-from peakcast.core.versions import OWN_NETWORKS
+from peakcast.core.versions import OWN_NETWORKS, compare
 from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.conventions import (
     adapter_dtype,
@@ -96,6 +96,9 @@ preference = ~setting("loss.kind", "cross_entropy")
 optimizer_in_backward = option("optimizer_in_backward")
 fused_loss = Fact(fuses_loss, "fused loss")
 whole_logits = Fact(makes_whole_logits, "whole logits")
+trls_whole_logits = setting("loss.kind", "dpo") & huggingface & option("autocast") & Fact(
+    lambda job: compare(job.versions.get("trl", "0"), ">=0.15"), "trl 0.15 and later"
+)
 odd_pairs = Fact(lambda job: job.loss.kind in PAIRS and job.micro_batch_size % 2 == 1, "an odd number of a pair's halves")
 
 

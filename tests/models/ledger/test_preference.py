@@ -6,7 +6,8 @@ import pytest
 
 from peakcast.collectors.measure.grid import expand
 from peakcast.core.errors import SpecError
-from peakcast.core.units import BF16
+from peakcast.core.fields import FrozenMapping
+from peakcast.core.units import BF16, FP32
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.conventions import adapter_dtype
 from peakcast.jobs.spec import Loss, Parallelism, TrainingJob, job_to_mapping
@@ -56,6 +57,20 @@ def test_no_whole_logits_are_made_but_where_they_are_asked_for():
     old = job(loss=PRECOMPUTED, versions={"trl": "0.24.0"})
     assert ledger(old).peak(Phase.LOSS).num_bytes > ledger(job(loss=PRECOMPUTED)).peak(Phase.LOSS).num_bytes + logits
     assert "whole logits" in out_of_scope(old)
+    assert out_of_scope(old.replace(framework_options=FrozenMapping({"autocast": True}))) == ""
+
+
+@pytest.mark.parametrize(("autocast", "element"), [(True, FP32), (False, BF16)])
+def test_whole_logits_are_there_three_times_in_backward(autocast, element):
+    """The logits, or their log-softmax, which are saved; the gradient of each sequence; and all of them stacked. Then the
+    first gives way to the zeros into which the gradient of the chosen tokens' logits is written. The head is frozen."""
+    options = {"preference_logits": "whole", "autocast": autocast}
+    one = job(loss={"kind": "dpo", "reference": "precomputed"}, finetuning=LORA, framework_options=options)
+    one = one.replace(architecture=replace(one.architecture, tie_word_embeddings=False))
+    larger = one.replace(architecture=replace(one.architecture, vocab_size=one.architecture.vocab_size + 1024))
+    head_and_table = 2 * one.architecture.hidden_size * 1024 * BF16
+    grown = ledger(larger).peak(Phase.BACKWARD).num_bytes - ledger(one).peak(Phase.BACKWARD).num_bytes
+    assert grown == 3 * 2 * 128 * 1024 * element + head_and_table
 
 
 def test_a_classifier_has_no_lm_head():

@@ -11,7 +11,11 @@ from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.chunked_loss import chunked_cross_entropy
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.fused_loss import fused_loss
-from peakcast.models.ledger.huggingface.blocks.preference_heads import score, token_log_probabilities
+from peakcast.models.ledger.huggingface.blocks.preference_heads import (
+    score,
+    token_log_probabilities,
+    whole_log_probabilities,
+)
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import enter_columns, gather_columns, gather_sequence
 from peakcast.models.ledger.huggingface.blocks.token_table import tied_in_graph
 from peakcast.models.ledger.huggingface.blocks.whole_logits import compiled_loss, logits_op, loss_of_whole_logits
@@ -50,6 +54,8 @@ def loss_of(context: HFContext) -> str:
         return "fused"
     if context.kernels.loss == "chunked_logits" and not context.group.loss:
         return "chunked_logits"
+    if context.loss.scores_tokens:
+        return "whole_log_probabilities"
     return "compiled" if "loss" in context.compiled else "whole_logits"
 
 
@@ -85,6 +91,14 @@ def _compiled(build: BlockBuilder, final: Tensor, sequence_output: Tensor) -> No
     compiled_loss(build.tape, _logits(build, final), build.context)
 
 
+def _whole_log_probabilities(build: BlockBuilder, final: Tensor, sequence_output: Tensor) -> None:
+    """Preference training's log-probability of each token, from whole logits."""
+    logits = _logits(build, final)
+    build.tape.begin_loss()
+    whole_log_probabilities(build.tape, logits, build.context)
+    build.tape.hold(final)
+
+
 def _whole(build: BlockBuilder, final: Tensor, sequence_output: Tensor) -> None:
     """Whole logits, widened and shifted as the release does it."""
     loss_of_whole_logits(build, _logits(build, final), final, sequence_output)
@@ -96,6 +110,7 @@ LOSSES: dict[str, Callable[[BlockBuilder, Tensor, Tensor], None]] = {
     "fused": _fused,
     "chunked_logits": _chunked,
     "compiled": _compiled,
+    "whole_log_probabilities": _whole_log_probabilities,
     "whole_logits": _whole,
 }
 

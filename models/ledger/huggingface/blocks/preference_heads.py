@@ -53,6 +53,32 @@ def token_log_probabilities(tape: Tape, hidden: Tensor, context: HFContext) -> N
         )
 
 
+def whole_log_probabilities(tape: Tape, logits: Tensor, context: HFContext) -> None:
+    """Append what reads whole `logits`: `selective_log_softmax` (trl 0.15 to 1.14 `trainer/utils.py`).
+
+    In fp32 it gathers the tokens' logits, and takes the logarithm of each sequence's sum alone; backward has the gradients
+    of all sequences before it stacks them into one. In 16 bits, where that is unstable, each sequence has a log-softmax.
+    """
+    tokens, wide_bytes = context.rows * FP32, logits.num_bytes // context.precision.compute_bytes * FP32
+    if context.precision.autocast and logits.num_bytes < wide_bytes:  # accelerate's convert_outputs_to_fp32
+        logits = tape.operation("logits.to_float32", [logits], Output(wide_bytes, category=Category.LOGITS))
+    size, index = logits.num_bytes, context.rows * INT64
+    with tape.marked(Mark.LOG_PROBABILITIES):
+        if size == wide_bytes:
+            of_tokens = tape.operation("log_probabilities.gather", [logits], tokens, saves=Saved(extra_bytes=[index]))
+            sums = tape.operation(
+                "log_probabilities.logsumexp",
+                [logits],
+                tokens,
+                saves=Saved([logits], output=True),
+                backward_temporary_bytes=size,
+            )
+            tape.operation("log_probabilities", [of_tokens, sums], tokens)
+        else:
+            kept = Saved(extra_bytes=[size, index])  # each sequence's log-softmax
+            tape.operation("log_probabilities", [logits], tokens, saves=kept, backward_temporary_bytes=size)
+
+
 def score(build: BlockBuilder, hidden: Tensor) -> None:
     """A sequence classifier's head with one output: a score for every position, of which the last position's is used
     (transformers 5.17 `modeling_layers.py` GenericForSequenceClassification). It trains even if the rest trains adapters
