@@ -296,6 +296,7 @@ Compiled = Literal[
     "adapters of layers",
     "layers in shards",
     "layers in shards with accelerate",
+    "float8 in layers",
 ]
 """What changes a family's compiled graphs; `alone`: nothing does."""
 

@@ -50,6 +50,13 @@ class SelectiveCheckpoint:
         return {id(one) for one in products[:: self.matmuls]} | {id(one) for one in storages if one.kind in self.kinds}
 
 
+def num_recomputed(block: TapedBlock) -> int:
+    """How many forward instants a recomputation runs, until the last saved tensor exists. Inputs are saved before an
+    operation runs; its output, and what it makes beside that, after (torch tools/autograd/gen_variable_type.py)."""
+    last = max((index for index in block.order if any(block.operations[index].saved_bytes)), default=-1)
+    return last + (last >= 0 and block.operations[last].keeps_results)
+
+
 def forward_temporaries(operations: Sequence[Operation]) -> list[Row]:
     """Rows of the tensors that live while one operation runs forward."""
     return [
@@ -71,7 +78,7 @@ class StorageLives:
         self._ran = {operation: instant + 1 for instant, operation in enumerate(block.order)}
         """By operation, the instant after its backward."""
         self._cached = checkpoint.kept(block.storages)
-        self._last_saver = max((i for i, one in enumerate(block.operations) if any(one.saved_bytes)), default=0)
+        self._num_recomputed = num_recomputed(block)
         for storage in block.storages:
             if storage.num_bytes > 0:
                 self._add(storage)
@@ -123,7 +130,7 @@ class StorageLives:
         keeps for an operation that the recomputation does not reach."""
         num_bytes, cached = storage.num_bytes, id(storage) in self._cached
         in_backward, dies = saved_until is not None, read_until if saved_until is None else saved_until
-        not_read_again = cached and storage.born >= self._last_saver
+        not_read_again = cached and storage.born >= self._num_recomputed
         is_second_output = self._second_output is not None and storage is self._second_output.storage
         if not_read_again or storage.of_graph or is_second_output:
             in_backward, dies = True, len(self._block.order)
