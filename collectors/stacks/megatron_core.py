@@ -292,9 +292,19 @@ def _network(job: TrainingJob, config: Any, virtual_stage: int | None, device: s
     spec = _layers(architecture, config, engine, virtual_stage)
     ahead = None
     if architecture.num_nextn_predict_layers:
-        ahead = specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=virtual_stage)
+        last = _last_layer(architecture, config, engine, spec)
+        ahead = specs.get_gpt_mtp_block_spec(config, last, use_transformer_engine=engine, vp_stage=virtual_stage)
     with torch.device(device):
         return GPTModel(config, spec, mtp_block_spec=ahead, **common)
+
+
+def _last_layer(architecture: Architecture, config: Any, engine: bool, spec: Any) -> Any:
+    """The network's last layer, which those of multi-token prediction are like; this stage may not have it (Megatron-LM
+    `gpt_builders.py`)."""
+    if architecture.moe is None:
+        return spec
+    normalization = config.normalization
+    return specs.get_gpt_decoder_layer_specs(config, use_transformer_engine=engine, normalization=normalization)[-1]
 
 
 def _layers(architecture: Architecture, config: Any, engine: bool, virtual_stage: int | None) -> Any:

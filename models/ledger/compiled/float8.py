@@ -128,7 +128,7 @@ class Float8LayerOps(LayerOps):
         """The conversions of `x` that the gradients of weights read."""
         of, where = self._inputs()[x], CONVERTED_WITH.get(x, f"{x}.f8")
         copies = dict.fromkeys(self._copy(x, "f8t", name) for name in of)
-        fuses = f"{x}.f8" if x in self._read_by_others() else where
+        fuses = f"{x}.f8" if x in self._read_by_others() and not self.recomputes else where
         return [op(copy, (x, f"{x}.scale"), self._elements(of[0], 0), fuses=fuses) for copy in copies]
 
     def _scale(self, x: str) -> list[Op]:

@@ -93,6 +93,7 @@ class StorageLives:
                 self.rows.append(
                     backward_row(storage.name, storage.num_bytes, again, freed, storage.stream, storage.category)
                 )
+                self._copy(storage, again)
                 freed = None
         for copy in storage.on_host:
             self.rows.append(
@@ -102,6 +103,18 @@ class StorageLives:
             self._wait(storage, freed)
         else:
             self._free(storage, last + 1, freed)
+
+    def _copy(self, storage: Storage, again: int) -> None:
+        """Add the second copy of an output that is recomputed at the backward instant `again`, and its gradient."""
+        if storage.copied_until is None:
+            return
+        until, name = self._ran[storage.copied_until], storage.name
+        self.rows.append(
+            backward_row(f"{name}.recomputed", storage.num_bytes, again, until, storage.stream, storage.category)
+        )
+        since = self._ran[storage.born]
+        if since < until:
+            self.rows.append(backward_row(f"{name}.gradient", storage.num_bytes, since, until, storage.stream))
 
     def _saved_until(self, storage: Storage) -> int | None:
         """The backward instant at which the last operation that saved it has run and autograd frees it (engine.cpp

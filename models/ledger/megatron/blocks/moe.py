@@ -44,7 +44,7 @@ def routed_feed_forward(tape: Tape, x: Tensor, context: MegatronContext, experts
         output = mixture_of_experts(tape, x, context, experts)
         tape.hold(x)
     if context.recompute_norms:
-        tape.make_again(begin, end)
+        tape.make_again(begin, end, x)
     return output
 
 
