@@ -180,7 +180,7 @@ _EXPERTS = Section("latent attention, multi-token prediction and experts", (
             "Multi-latent attention with transformer-impl=local is not modelled."),
     unknown("framework_options", job.latent_attention & job.context_parallel,
             "Multi-latent attention with context parallelism is not modelled."),
-    unknown("framework_options", megatron.no_layers_on_last_stage & job.predicts_further_tokens,
+    unknown("framework_options", megatron.no_layers_on_last_stage & job.predicts_further_tokens & ~megatron.overlaps,
             "Multi-token prediction on a last stage without layers is not modelled."),
     unknown("framework_options.defer_embedding_wgrad_compute",
             option("defer_embedding_wgrad_compute") & job.predicts_further_tokens,
@@ -211,10 +211,11 @@ _EXPERTS = Section("latent attention, multi-token prediction and experts", (
                 "Before megatron-core 0.16 overlap-moe-expert-parallel-comm keeps what a layer's parts hand to each other, "
                 "and its gradients, until the micro-batch's backward ends, which is not counted. The one published run of "
                 "such code has 10 % more."),
-    nearly_more("framework_options.overlap_moe_expert_parallel_comm", megatron.overlaps & job.predicts_further_tokens,
-                "With overlap-moe-expert-parallel-comm, a layer that predicts a further token runs backward beside the "
-                "forward of another micro-batch's first layer. Its trace has 2 % more; with several such layers, which are "
-                "not counted so, up to 3 %."),
+    nearly_more("framework_options.overlap_moe_expert_parallel_comm",
+                megatron.overlaps & above("architecture.num_nextn_predict_layers", 1),
+                "With overlap-moe-expert-parallel-comm, layers that predict further tokens run beside the backward of "
+                "another micro-batch. One such layer is counted as it is traced; with several, the peak may be up to 3 % "
+                "higher."),
     more("framework_options.moe_router_padding_for_quantization",
          job.experts & option("moe_router_padding_for_quantization"),
          "framework_options.moe_router_padding_for_quantization is not modelled."),
