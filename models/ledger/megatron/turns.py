@@ -151,7 +151,7 @@ class Turns:
         self.alive[turn.micro_batch, turn.chunk] = state
 
     def _waits(self, num_bytes: int) -> Iterator[bool]:
-        """Let the turn that runs beside this one go on, while the output of this one's last block, of `num_bytes`, waits."""
+        """Let the turn that runs beside this one go on; the output of this one's last block, of `num_bytes`, waits."""
         since = self.step.now
         yield False
         if self.step.now > since:
@@ -317,10 +317,11 @@ class Turns:
         if context.experts is None:
             return
         count = 2 if context.experts.shared_ffn else 1
-        rows = context.experts.sent_rows(context.stream_rows) * context.hidden * context.element_bytes  # freed, but for its grad
-        now, hold = self.step.now, self.step.hold
-        hold("output.leaves", Category.ACTIVATIONS, count * context.stream_bytes, since, now, f"layers.{layer}")
-        hold("output.leaves.grad", Category.TEMPORARIES, count * context.stream_bytes + rows, since, now, f"layers.{layer}")
+        rows = context.experts.sent_rows(context.stream_rows) * context.hidden * context.element_bytes
+        size, now, module = count * context.stream_bytes, self.step.now, f"layers.{layer}"
+        self.step.hold("output.leaves", Category.ACTIVATIONS, size, since, now, module)
+        # what the experts made is freed, but its gradient is not
+        self.step.hold("output.leaves.grad", Category.TEMPORARIES, size + rows, since, now, module)
 
     def _hold_encoder_states(self, runs: list[BlockRun]) -> None:
         """Hold what an encoder passes to its decoder: every decoder layer saves it and adds to its gradient. In float8 a

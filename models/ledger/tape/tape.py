@@ -239,8 +239,8 @@ class Tape:
 
     def make_again(self, begin: int, end: int, *outputs: Tensor) -> None:
         """Free the tensors made while `num_tensors` went from `begin` to `end`, and recompute them in the backward of the
-        last appended operation (megatron-core's `CheckpointWithoutOutput`), without the recomputation's temporaries. What is
-        recomputed of the `outputs` is copied to where their readers saved them; until the part's own backward has ended
+        last appended operation (megatron-core's `CheckpointWithoutOutput`), without the recomputation's temporaries. What
+        is recomputed of the `outputs` is copied to where their readers saved them; until the part's own backward has ended
         there are both, and then their gradients (0.16.1 `tensor_parallel/random.py`: `ctx.outputs` and the arguments of
         `CheckpointWithoutOutputFunction.backward`)."""
         made = self._storages[begin:end]
