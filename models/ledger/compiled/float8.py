@@ -116,8 +116,8 @@ class Float8LayerOps(LayerOps):
         return {x for x, of in kinds.items() if 0 < len(self._float8.intersection(of)) < len(there & set(of))}
 
     def _copy(self, x: str, kind: str, name: str) -> str:
-        """The name of the copy of `x` that the product `name` reads. It has one of its own, unless forward keeps the copy or
-        a conversion reads more than a few buffers (the norm's weight and the scale beside the stream and its factors)."""
+        """The name of the copy of `x` that the product `name` reads. It has one of its own, unless forward keeps the copy
+        or a conversion reads more than a few buffers (the norm's weight and the scale beside the stream, its factors)."""
         of = self._inputs()[x]
         stream = {"norm_1": self.given, "norm_2": self.middle}.get(x, ())
         kept = kind == "f8t" and x in self._read_by_others()

@@ -375,7 +375,8 @@ def test_overlapped_micro_batches_keep_what_a_layers_parts_hand_to_each_other():
     """`TransformerLayerNode.detach`: the shared expert's output is a leaf of the layer's last part, so every layer between
     its forward and its backward has one; else the sum with the experts' output frees it."""
     engine = {**SMALL, "num_layers": 3, "transformer_impl": "transformer_engine"}
-    layout = {"moe_shared_expert_intermediate_size": FFN, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1, "global_batch_size": 32}
+    engine["moe_shared_expert_intermediate_size"] = FFN
+    layout = {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1, "global_batch_size": 32}
     for overlaps, kept in ((True, 3), (False, 0)):
         timeline = megatron_ledger(make(8, **engine, **layout, overlap_moe_expert_parallel_comm=overlaps))
         at = int(np.flatnonzero(timeline.phases == Phase.LOSS)[0])
