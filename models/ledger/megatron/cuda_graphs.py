@@ -6,10 +6,11 @@ two more kinds of step:
 - **replayed**: what graphed parts make is then addresses in that pool. The allocator counts it as reserved, but no longer
   as allocated. Their inputs, and the gradients of their outputs, stay allocated for the rest of the run.
 
-With `cuda-graph-impl=local`, graphs of layers are recorded when the first step's backward is done, before there are optimizer
-states, and all later steps replay them, so "steady" is a replayed step too. What one graph makes for the next is in the pool;
-a tensor of its own have only what comes from outside, which all graphs share in turn, and, while a layer is recorded, a copy of
-its main gradients (megatron-core 0.16.1 `transformer/cuda_graphs.py` `TensorReusePool`, `create_fwd_graph`).
+With `cuda-graph-impl=local`, graphs of layers are recorded when the first step's backward is done, before there are
+optimizer states, and all later steps replay them, so "steady" is a replayed step too. What one graph makes for the next is
+in the pool. Only what comes from outside has a tensor of its own, which all graphs share in turn; and there is a copy of a
+layer's main gradients while it is recorded (megatron-core 0.16.1 `transformer/cuda_graphs.py` `TensorReusePool`,
+`create_fwd_graph`).
 
 Sources: megatron-core 0.17.1 `transformer/cuda_graphs.py` `TECudaGraphHelper` (`_get_sample_arguments`: inputs are tensors
 of their own, reused once their backward has run; `_start_capturing` and `_finish_capturing` empty the cache),
@@ -65,7 +66,8 @@ def graphs_whole_step(convention: Mapping[str, Any]) -> bool:
 
 def graphs_own_layers(convention: Mapping[str, Any]) -> bool:
     """Whether megatron-core records graphs of layers itself, after the first step's backward."""
-    return convention.get("cuda_graph_impl") == "local" and convention.get("cuda_graph_scope") not in (WHOLE_STEP, OF_INFERENCE)
+    scope = convention.get("cuda_graph_scope")
+    return convention.get("cuda_graph_impl") == "local" and scope not in (WHOLE_STEP, OF_INFERENCE)
 
 
 def _has_graphs(convention: Mapping[str, Any]) -> bool:

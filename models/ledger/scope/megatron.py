@@ -164,8 +164,8 @@ _CUDA_GRAPHS = Section("CUDA graphs", when=megatron.records_graphs, rows=(
     nearly("framework_options.cuda_graph_impl", megatron.graphs_of_own_layers,
            "Graphs of single layers with cuda_graph_impl=local follow the source of megatron-core 0.16.1: from the second "
            "step on, what these layers make, {graphed_bytes} at once on this job's first stage, is reserved, but no longer "
-           "allocated. Two published runs of GRPO, with such graphs and without, differ by 1.8 GB in what a step adds, where "
-           "the ledger has 2.1, and by 0.4 GB in what stays, where it has none; what warms layers up before they are "
+           "allocated. Two published runs of GRPO, with such graphs and without, differ by 1.8 GB in what a step adds, "
+           "where the ledger has 2.1, and by 0.4 GB in what stays, where it has none; what warms layers up before they are "
            "recorded is not counted."),
     less("framework_options.cuda_graph_warmup_steps", megatron.graphs_from_the_start,
          "cuda_graph_warmup_steps={graph_warmup_steps} leaves no step with optimizer states without graphs, but such a "
