@@ -26,7 +26,7 @@ from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 GROUPS = 512
 """The absolute maximum is taken in this many parts first (read off the traces)."""
 
-ELEMENTWISE = ("norm_1", "norm_2", "product", "attended_by_token", "d_gate", "d_up", "d_gate_up")
+ELEMENTWISE = ("norm_1", "norm_2", "product", "attended_by_token", "d_gate", "d_up")
 """What is computed element by element for products."""
 
 CONVERTED_WITH = {
