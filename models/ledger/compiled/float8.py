@@ -70,14 +70,18 @@ class Float8LayerOps(LayerOps):
     def _projected(self, name: str, reads: str, size: int, widened: Sequence[Op] = ()) -> list[Op]:
         if name not in self._float8:
             return super()._projected(name, reads, size, widened)
-        copy, weight = self._copy(reads, "f8", name), self._weight(name)
-        return [
-            *self._scale(reads),
+        copy, given = self._copy(reads, "f8", name), self.context.linears.gathered_in_float8
+        measured = [
             op(f"{name}.amax", (), GROUPS * FP32, wide=True),
             op(f"{name}.weight.scale", f"{name}.amax", FP32, wide=True),
+        ]
+        return [
+            *self._scale(reads),
+            *([] if given else measured),
             op(copy, (reads, f"{reads}.scale"), self._elements(name, 0), fuses=f"{reads}.f8"),
-            op(f"{name}.f8", f"{name}.weight.scale", weight),
-            op(name, (copy, f"{name}.f8"), size),
+            *([] if given else [op(f"{name}.f8", f"{name}.weight.scale", self._weight(name))]),
+            *([self._weight_back(name)] if self.context.linears.float8_kept else []),
+            op(name, copy if given else (copy, f"{name}.f8"), size),
         ]
 
     def back(self, name: str, reads: Names, result: str, gradient: str, size: int, elements: int | None = None) -> list[Op]:
@@ -89,11 +93,17 @@ class Float8LayerOps(LayerOps):
         return [
             *self._scale(gradient),
             op(f"{gradient}.f8", both, outputs, fuses="d_up.f8" if gradient == "d_gate" else ()),
-            op(f"{name}.f8t", f"{name}.weight.scale", self._weight(name), fuses=f"{name}.f8" if name not in FAR else ()),
+            *([] if self.context.linears.float8_kept else [self._weight_back(name)]),
             op(result, (f"{gradient}.f8", f"{name}.f8t"), size),
             op(f"{gradient}.f8t", both, outputs, fuses=CONVERTED_WITH.get(gradient, f"{gradient}.f8")),
             self._gradient(f"{name}.weight", (f"{gradient}.f8t", self._copy(read, "f8t", name)), weight),
         ]
+
+    def _weight_back(self, name: str) -> Op:
+        """The weight of `name` in the layout that backward reads."""
+        near = name not in FAR or self.context.linears.float8_kept
+        fuses = f"{name}.f8" if near and not self.context.linears.gathered_in_float8 else ()
+        return op(f"{name}.f8t", f"{name}.weight.scale", self._weight(name), fuses=fuses)
 
     @cached_property
     def _float8(self) -> frozenset[str]:

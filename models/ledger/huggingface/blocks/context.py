@@ -43,6 +43,10 @@ class Linears:
     float8: bool = False
     """Whether Linears compute in float8, except those in `float8_skips`."""
     float8_skips: frozenset[str] = frozenset({"lm_head"})
+    float8_kept: bool = False
+    """Whether compiled layers keep weights in float8 for backward."""
+    gathered_in_float8: bool = False
+    """Whether weights of products in float8 come in float8: FSDP2 has gathered them so."""
     keep_input: bool = False
     """Whether a Linear saves its input even if its weight is frozen: DeepSpeed's stage 3 has a Linear of its own (0.19
     `runtime/zero/linear.py`)."""
