@@ -52,7 +52,7 @@ def _reading(record: Mapping[str, Any]) -> ImportedRow:
     if name in FLOAT8:
         options["fsdp_float8_all_gather"] = True
     if name in RECOMPUTED_FLOAT8:
-        options["float8_weights_kept"] = False
+        options["float8_weights_kept"] = "none"
     return ImportedRow(
         job=row_job(
             {**record, "framework": "torch"},

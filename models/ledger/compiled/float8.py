@@ -43,6 +43,11 @@ FAR = ("qkv", "q", "k", "v")
 """The projections. Their weights, in a graph that recomputes them, are converted a second time by kernels of their own:
 Inductor joins no kernels that are more than 64 apart (torch 2.13 `_inductor/scheduler.py` are_long_distant_nodes)."""
 
+KEPT_OF_GATHERED = ("v", "qkv", "gate", "up", "gate_up", "down")
+"""Products of which Inductor's partitioner keeps the float8 weight in backward's layout where FSDP2 has gathered it in
+float8: such a weight is no parameter that a graph keeps for nothing, and a copy costs as much (read off the trace of a
+Llama; with others it may choose otherwise)."""
+
 MEASURED_WITH = {"norm_1": "rstd_1", "norm_2": "rstd_2", "d_gate": "d_up.amax", "product": "d_up.amax"}
 """By buffer, the operation in whose kernel its maximum is taken, if that is not the one that makes it."""
 
@@ -65,7 +70,8 @@ class Float8LayerOps(LayerOps):
         ops = super().forward(again=again)
         wanted = set(self._inputs()) if again else self._read_by_others()
         made = {f"{name}.scale": self._transposed(name) for name in wanted}
-        return [each for one in ops for each in (one, *made.pop(one.name, ()))]
+        ops = [each for one in ops for each in (one, *made.pop(one.name, ()))]
+        return ops + [self._weight_back(name) for name in products(self.context.architecture) if name in self._kept_weights]
 
     def _projected(self, name: str, reads: str, size: int, widened: Sequence[Op] = ()) -> list[Op]:
         if name not in self._float8:
@@ -80,7 +86,6 @@ class Float8LayerOps(LayerOps):
             *([] if given else measured),
             op(copy, (reads, f"{reads}.scale"), self._elements(name, 0), fuses=f"{reads}.f8"),
             *([] if given else [op(f"{name}.f8", f"{name}.weight.scale", self._weight(name))]),
-            *([self._weight_back(name)] if self.context.linears.float8_kept else []),
             op(name, copy if given else (copy, f"{name}.f8"), size),
         ]
 
@@ -93,7 +98,7 @@ class Float8LayerOps(LayerOps):
         return [
             *self._scale(gradient),
             op(f"{gradient}.f8", both, outputs, fuses="d_up.f8" if gradient == "d_gate" else ()),
-            *([] if self.context.linears.float8_kept else [self._weight_back(name)]),
+            *([] if name in self._kept_weights else [self._weight_back(name)]),
             op(result, (f"{gradient}.f8", f"{name}.f8t"), size),
             op(f"{gradient}.f8t", both, outputs, fuses=CONVERTED_WITH.get(gradient, f"{gradient}.f8")),
             self._gradient(f"{name}.weight", (f"{gradient}.f8t", self._copy(read, "f8t", name)), weight),
@@ -101,9 +106,18 @@ class Float8LayerOps(LayerOps):
 
     def _weight_back(self, name: str) -> Op:
         """The weight of `name` in the layout that backward reads."""
-        near = name not in FAR or self.context.linears.float8_kept
+        near = name not in FAR or name in self._kept_weights
         fuses = f"{name}.f8" if near and not self.context.linears.gathered_in_float8 else ()
         return op(f"{name}.f8t", f"{name}.weight.scale", self._weight(name), fuses=fuses)
+
+    @cached_property
+    def _kept_weights(self) -> frozenset[str]:
+        """Products whose weight forward converts for backward, unless the layer is recomputed."""
+        rules = self.context.linears
+        if self.recomputes or rules.float8_kept == "none":
+            return frozenset()
+        some = KEPT_OF_GATHERED if rules.gathered_in_float8 else ()
+        return self._float8 if rules.float8_kept == "all" else self._float8.intersection(some)
 
     @cached_property
     def _float8(self) -> frozenset[str]:

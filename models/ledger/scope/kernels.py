@@ -77,6 +77,7 @@ _CHANGED_GRAPHS = (
     ("layers in shards", _IN_SHARDS),
     ("layers in shards with accelerate", _IN_SHARDS & job.huggingface),
     ("float8 in layers", ~_WHOLE & job.float8),
+    ("weights of layers gathered in float8", ~_WHOLE & job.float8 & option("fsdp_float8_all_gather")),
 )
 """What changes a family's graphs, and when."""
 

@@ -291,7 +291,7 @@ def _options(settings: Settings, chunks: int, *, autocast: bool) -> dict[str, An
     if _converts(settings) and any(settings.switch(f"{table}.enable_fsdp_float8_all_gather") for table in FLOAT8):
         options["fsdp_float8_all_gather"] = True
     if _converts(settings) and settings.switch("float8.force_recompute_fp8_weight_in_bwd"):
-        options["float8_weights_kept"] = False
+        options["float8_weights_kept"] = "none"
     if settings.switch("optimizer.early_step_in_backward"):
         options["optimizer_in_backward"] = True
     return {"loss_parallel": False, **options} if settings.switch("parallelism.disable_loss_parallel") else options

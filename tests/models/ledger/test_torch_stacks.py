@@ -315,7 +315,8 @@ def test_litgpts_networks_by_lightning_thunder_as_published():
     assert (len(chosen), len(float8)) == (6, 4)
     assert max(map(error, chosen)) < 2.5e-3
     assert max(map(error, float8)) < 1.1e-2
-    assert [conventions(row.job)["float8_weights_kept"] for row in float8].count(True) == 2  # torch 2.5, unless told not to
+    kept = sorted(conventions(row.job)["float8_weights_kept"] for row in float8)  # torch 2.5, unless told not to
+    assert kept == ["all", "all", "none", "none"]
 
 
 def test_without_bucketing_fsdp1_gathers_module_by_module():

@@ -43,8 +43,8 @@ class Linears:
     float8: bool = False
     """Whether Linears compute in float8, except those in `float8_skips`."""
     float8_skips: frozenset[str] = frozenset({"lm_head"})
-    float8_kept: bool = False
-    """Whether compiled layers keep weights in float8 for backward."""
+    float8_kept: str = "none"
+    """Which weights compiled layers keep in float8 for backward: "all", some of those "gathered" in float8, or "none"."""
     gathered_in_float8: bool = False
     """Whether weights of products in float8 come in float8: FSDP2 has gathered them so."""
     keep_input: bool = False
