@@ -26,7 +26,9 @@ COMPILED = (
     "one that DDP wraps torch.compile makes a graph for each of DDP's buckets."
 )
 FLOAT8 = ("THUN-007", "THUN-008", "THUN-009", "THUN-010")
+"""Rows with enable_fsdp_float8_all_gather."""
 RECOMPUTED_FLOAT8 = ("THUN-008", "THUN-010")
+"""Rows with force_recompute_fp8_weight_in_bwd."""
 APART = ("THUN-006",)
 """Rows in which embedding, last norm and head are wrapped as units of their own."""
 UNBUCKETED = ("THUN-012", "THUN-014", "THUN-016", "THUN-018")
@@ -47,13 +49,10 @@ def _reading(record: Mapping[str, Any]) -> ImportedRow:
     if name in UNBUCKETED:
         options["fsdp1_units"] = "modules"
     precision = {**to_mapping(base.precision), **({"compute": "float8"} if name in FLOAT8 else {})}
-    reasons = []
     if name in FLOAT8:
-        reasons.append(
-            "Weights are gathered in float8 (enable_fsdp_float8_all_gather), and counted as gathered in bfloat16."
-        )
+        options["fsdp_float8_all_gather"] = True
     if name in RECOMPUTED_FLOAT8:
-        reasons.append("force_recompute_fp8_weight_in_bwd, which lets go of float8 weights after forward, is not modelled.")
+        options["float8_weights_kept"] = "none"
     return ImportedRow(
         job=row_job(
             {**record, "framework": "torch"},
@@ -65,5 +64,4 @@ def _reading(record: Mapping[str, Any]) -> ImportedRow:
             "torch is not named: 2.5.0, as of September 2024, is assumed.",
             *((COMPILED,) if record["compile"] else ()),
         ),
-        out_of_scope=tuple(reasons),
     )

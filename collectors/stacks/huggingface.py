@@ -53,7 +53,7 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
 
         model = quantize(model, job, device)
     if job.precision.compute == "float8":
-        model = in_float8(model)
+        model = in_float8(model, job)
     model = _prepared(model, job)
     layout = layouts.wrap(model, job)
     if spread:

@@ -120,15 +120,19 @@ def _trainable(architecture: Architecture) -> Architecture:
     return architecture
 
 
-def in_float8(model: Any) -> Any:
-    """Convert `model` as accelerate's torchao backend does: every nn.Linear but the first and the last."""
+def in_float8(model: Any, job: TrainingJob) -> Any:
+    """Convert `model` as accelerate's torchao backend does, every nn.Linear but the first and the last, or as torchtitan's
+    files ask for (`filter_fqns`), all but the last."""
     float8 = imported("torchao.float8", "torchao", parameter="precision.compute", value="float8")
     from accelerate.utils.ao import filter_linear_layers
 
     linears = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
-    ends = [linears[0], linears[-1]]
+    ends = [linears[0], linears[-1]] if job.framework == "huggingface" else [linears[-1]]
+    gathers = bool(conventions(job).get("fsdp_float8_all_gather"))
     return float8.convert_to_float8_training(
-        model, module_filter_fn=lambda part, name: filter_linear_layers(part, name, layers_to_filter=ends)
+        model,
+        config=float8.Float8LinearConfig(enable_fsdp_float8_all_gather=gathers),
+        module_filter_fn=lambda part, name: filter_linear_layers(part, name, layers_to_filter=ends),
     )
 
 

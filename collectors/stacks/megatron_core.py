@@ -104,14 +104,21 @@ class MegatronTraining:
             "megatron_core": importlib.metadata.version("megatron-core"),
         }
 
-    def _forward_step(self, _: Iterator[Any] | None, chunk: Any) -> tuple[Any, Any]:
-        """The forward step of `pretrain_gpt.py`, or of the script for another kind of network."""
+    def _forward_step(
+        self, _: Iterator[Any] | None, chunk: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Any]:
+        """The forward step of `pretrain_gpt.py`, or of the script for another kind of network. `return_schedule_plan`:
+        return a plan of the chunk's parts instead, which run beside the backward of another micro-batch."""
         kind = self.job.architecture.kind
         if kind != "decoder":
             return self._forward_of_encoder(chunk, kind)
         batch = self._batch(chunk)
         loss_mask = batch.pop("loss_mask", None)
         model = unwrapped(chunk)
+        inputs = [batch.get(name) for name in ("tokens", "position_ids", "attention_mask")]
+        if return_schedule_plan:
+            plan = model.build_schedule_plan(*inputs, labels=batch.get("labels"), loss_mask=loss_mask)
+            return plan, lambda losses: _loss(losses, loss_mask)
         losses, predicted = model.compute_language_model_loss, self.job.architecture.num_nextn_predict_layers
         calls = iter(range(predicted + 1))
 
@@ -122,7 +129,6 @@ class MegatronTraining:
 
         model.compute_language_model_loss = announced
         try:
-            inputs = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
             output = chunk(*inputs, labels=batch.get("labels"))
         finally:
             model.compute_language_model_loss = losses
@@ -286,9 +292,19 @@ def _network(job: TrainingJob, config: Any, virtual_stage: int | None, device: s
     spec = _layers(architecture, config, engine, virtual_stage)
     ahead = None
     if architecture.num_nextn_predict_layers:
-        ahead = specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=virtual_stage)
+        last = _last_layer(architecture, config, engine, spec)
+        ahead = specs.get_gpt_mtp_block_spec(config, last, use_transformer_engine=engine, vp_stage=virtual_stage)
     with torch.device(device):
         return GPTModel(config, spec, mtp_block_spec=ahead, **common)
+
+
+def _last_layer(architecture: Architecture, config: Any, engine: bool, spec: Any) -> Any:
+    """The network's last layer, which those of multi-token prediction are like; this stage may not have it (Megatron-LM
+    `gpt_builders.py`)."""
+    if architecture.moe is None:
+        return spec
+    normalization = config.normalization
+    return specs.get_gpt_decoder_layer_specs(config, use_transformer_engine=engine, normalization=normalization)[-1]
 
 
 def _layers(architecture: Architecture, config: Any, engine: bool, virtual_stage: int | None) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from peakcast.collectors.stacks.layouts.torchtitan_experts import are_divided
 from peakcast.collectors.stacks.parts.compiled import compiles_shards, is_compiled_whole
 from peakcast.core.errors import CollectorError
-from peakcast.jobs.conventions import conventions
+from peakcast.jobs.conventions import conventions, mixes_precision
 from peakcast.jobs.spec import Offload, Parallelism, TrainingJob
 
 
@@ -33,6 +33,15 @@ LEFT_OUT = (
 
 def _left_out(job: TrainingJob) -> list[str]:
     return [name for name in LEFT_OUT if name in job.framework_options]
+
+
+def _uses_bfloat16(job: TrainingJob) -> bool:
+    return job.precision.parameters == "bfloat16" or mixes_precision(job)
+
+
+def _options_beside_float8(job: TrainingJob) -> set[str]:
+    """Options that were never traced together with float8: all but what is compiled, and what FSDP2 gathers."""
+    return set(job.framework_options) - {"compiled_regions", "fsdp_float8_all_gather", "float8_weights_kept"}
 
 
 def _is_split(layout: Parallelism) -> bool:
@@ -121,10 +130,10 @@ SINGLE_GPU: dict[str, Rule] = {
     "precision.compute": (
         lambda j: (
             j.precision.compute == "float8"
-            and (j.finetuning.method != "full" or j.precision.parameters != "bfloat16" or bool(j.framework_options))
+            and (j.finetuning.method != "full" or not _uses_bfloat16(j) or bool(_options_beside_float8(j)))
         ),
         lambda j: j.precision.compute,
-        "float8 over bf16 weights, all of them trained, without options",
+        "float8 over weights used in bf16, all of them trained, without options",
     ),
     "sequence_length": (
         lambda j: _outgrows_table(j) > 0,

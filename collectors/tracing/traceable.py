@@ -50,7 +50,6 @@ def _beside_compile(job: TrainingJob) -> str:
         (job.attention not in ("sdpa", "eager"), f"attention={job.attention!r}, whose kernels are compiled too"),
         (job.loss.fused_linear_cross_entropy or bool(conventions(job).get("liger_kernels")), "Liger's kernels"),
         (job.offload.activations, "offloaded activations"),
-        (job.precision.compute == "float8", "float8"),
         (job.architecture.moe is not None, "experts, whose shares depend on the data"),
     )
     return next((what for asked, what in checks if asked), "")

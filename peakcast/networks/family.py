@@ -296,6 +296,8 @@ Compiled = Literal[
     "adapters of layers",
     "layers in shards",
     "layers in shards with accelerate",
+    "float8 in layers",
+    "weights of layers gathered in float8",
 ]
 """What changes a family's compiled graphs; `alone`: nothing does."""
 

@@ -22,6 +22,11 @@ SCALED = {**AUTOCAST, "precision.compute": "float16"}
 FEW_WORDS = {"name": "qwen3-0.6b", "num_hidden_layers": 2, "vocab_size": 512}
 FUSED = {"loss.fused_linear_cross_entropy": True}
 CHECKPOINTED = {"activation_checkpointing.mode": "full"}
+SELECTIVE = {"framework": "torch", "versions": {"torchtitan": "0.2"}, "activation_checkpointing.mode": "selective"}
+COMPILED_FLOAT8 = {
+    "precision.compute": "float8", "architecture": SMALL_ENDS, "compile": True, "framework": "torch",
+    "framework_options": {"compiled_regions": "layers"}, "sequence_length": 1024,
+}  # fmt: skip
 EVERYWHERE = {"method": "lora", "rank": 16, "targets": ["all-linear"]}
 GENERATE = {"task": "inference", "inference": {"prompt_length": 128, "new_tokens": 3}}
 LONG = {"task": "inference", "inference": {"prompt_length": 16, "new_tokens": 40}, "micro_batch_size": 64}
@@ -76,6 +81,9 @@ PACKAGES = {
     "adalomo_untied": ("lomo_optim", {"optimizer": {"name": "adalomo"}, "architecture": FALCON}),
     "float8": ("torchao", {"precision.compute": "float8", "architecture": SMALL_ENDS}),
     "float8_checkpointed": ("torchao", {"precision.compute": "float8", "architecture": SMALL_ENDS, **CHECKPOINTED}),
+    "float8_selective": ("torchao", {"precision.compute": "float8", "architecture": SMALL_ENDS, **SELECTIVE}),
+    "float8_in_compiled_layers": ("torchao", COMPILED_FLOAT8),
+    "float8_in_compiled_layers_checkpointed": ("torchao", {**COMPILED_FLOAT8, **CHECKPOINTED}),
     "lomo_checkpointed": ("lomo_optim", {"optimizer": {"name": "lomo"}, "activation_checkpointing.mode": "full"}),
 }
 CELLS |= {name: cell for name, (_, cell) in PACKAGES.items()}
@@ -85,14 +93,19 @@ WHOLE = frozenset((
     "adam_loop_decaying", "sgd_decaying", "adafactor_of_transformers_fp32", "muon_fp32",
     "fp16_scaled_checkpointed", "fp16_eager_few_words", "autocast_gelu_new", "autocast_in_a_plain_loop", "neftune_lora",
     "lora_in_bf16", "lora_everywhere_checkpointed", "generate_static", "generate_gpt2", "rmsprop_loop",
+    "float8_in_compiled_layers",
 ))  # fmt: skip
 """Cells that are left to the whole lane, since others have nearly the same operators."""
 
 
+COMPILED = frozenset(name for name, changes in CELLS.items() if changes.get("compile"))
+"""Cells for which Inductor compiles: some ten seconds each."""
+
+
 def cell(name):
     """A cell's name, with the package that it needs."""
-    marks = [pytest.mark.needs(PACKAGES[name][0])] if name in PACKAGES else [pytest.mark.whole] * (name in WHOLE)
-    return pytest.param(name, marks=marks)
+    marks = [pytest.mark.needs(PACKAGES[name][0])] if name in PACKAGES else []
+    return pytest.param(name, marks=marks + [pytest.mark.whole] * (name in WHOLE) + [pytest.mark.slow] * (name in COMPILED))
 
 
 def job(name):

@@ -113,6 +113,19 @@ def test_mixed_precision_is_autocast_where_nothing_is_sharded(degrees, autocast)
     assert bool(job.framework_options.get("autocast")) == autocast
 
 
+def test_float8_is_read_with_what_is_gathered_and_scaled():
+    converted = {"model": {**LLAMA, "converters": ["float8"]}}
+    for table, gathers, said in (
+        ({"enable_fsdp_float8_all_gather": True}, True, []),
+        ({"recipe_name": "rowwise"}, None, ["float8.recipe_name"]),
+    ):
+        asked = read(LLAMA, **converted, float8=table)
+        assert asked.job.precision.compute == "float8"
+        assert asked.job.framework_options.get("fsdp_float8_all_gather") == gathers
+        assert [finding.parameter for finding in asked.findings] == said
+    assert "fsdp_float8_all_gather" not in read(LLAMA, float8={"enable_fsdp_float8_all_gather": True}).job.framework_options
+
+
 def test_the_dtype_of_reductions_is_read():
     training = {"local_batch_size": 1, "mixed_precision_reduce": "bfloat16"}
     assert read(LLAMA, training=training).job.framework_options["fsdp_reduce_dtype"] == "bfloat16"

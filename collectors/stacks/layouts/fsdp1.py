@@ -83,6 +83,6 @@ def mixed_precision_dtypes(job: TrainingJob) -> tuple[torch.dtype, torch.dtype] 
     """(dtype of gathered parameters, dtype of reduced gradients), or None without mixed precision."""
     if not mixes_precision(job):
         return None
-    compute = getattr(torch, job.precision.compute)
+    compute = getattr(torch, job.precision.wide_compute)
     reduced = conventions(job)["fsdp_reduce_dtype"]
     return compute, compute if reduced == "compute" else getattr(torch, reduced)

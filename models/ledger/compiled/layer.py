@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from peakcast.core.units import INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
+from peakcast.models.ledger.compiled.float8 import Float8LayerOps, in_float8, inlined, recomputed_inputs
 from peakcast.models.ledger.compiled.forward import adapted
 from peakcast.models.ledger.compiled.graphs_in_turn import both_graphs
 from peakcast.models.ledger.compiled.inductor_graph import InductorGraph
@@ -49,7 +50,8 @@ def layer_graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, I
     """The layer's forward and backward graphs. An input without a gradient, as of the first layer with adapters, is not
     saved: the sum after attention is, and what leads to no adapter has no backward."""
     sums_again = context.layer.input_requires_grad and "o" not in adapted(context)
-    ops = LayerOps(context, sums_again=sums_again, recomputes=recomputes)
+    layer_ops = Float8LayerOps if in_float8(context) else LayerOps
+    ops = layer_ops(context, sums_again=sums_again, recomputes=recomputes)
     forward, backward = ops.forward(), ops.backward()
     if not context.layer.input_requires_grad:
         backward = wanted([one for one in backward if one.name != "d_input"])
@@ -57,8 +59,9 @@ def layer_graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, I
         forward.insert(0, op(SEEDS, (), 2 * INT64))
     if ops.casts:
         backward = [op(NARROWED, OUTPUT_GRADIENT, ops.hidden), *backward]
-    kept = kept_of(context, forward, recomputes)
-    return both_graphs(forward, recomputed(ops.forward(again=True), backward, kept), kept, {OUTPUT}, ops.parts_read)
+    kept = kept_of(context, forward, recomputes) - recomputed_inputs(forward)
+    everything = recomputed(ops.forward(again=True), backward, kept)
+    return both_graphs(inlined(forward), inlined(everything), kept, {OUTPUT}, ops.parts_read)
 
 
 def kept_of(context: HFContext, forward: Sequence[Op], recomputes: bool) -> set[str]:

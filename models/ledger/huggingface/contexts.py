@@ -144,7 +144,9 @@ def _adapters(job: TrainingJob) -> Adapters:
 
 def _linears(job: TrainingJob, convention: Mapping[str, Any]) -> Linears:
     return Linears(
-        float8=job.precision.compute == "float8" and not job.compile,
+        float8=job.precision.compute == "float8" and not (job.compile and convention["compiled_regions"] == "network"),
+        float8_kept=str(convention.get("float8_weights_kept", "gathered")),
+        gathered_in_float8=bool(convention.get("fsdp_float8_all_gather")) and job.parallelism.num_replicas > 1,
         keep_input=job.parallelism.zero_stage == 3,
         quantized_keep_input=bool(convention.get("quantized_linears_keep_input")),
         quantized_head=bool(convention.get("quantized_lm_head")),
@@ -265,7 +267,7 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
     """The context of decoder layer `index`."""
     architecture, linears = context.architecture, context.linears
     adapters_alone = job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
-    if linears.float8 and index == 0:
+    if linears.float8 and index == 0 and job.framework == "huggingface":
         # accelerate 1.15 utils/ao.py filter_first_and_last_linear_layers: q_proj (or the fused one) of layer 0, and lm_head
         skips = linears.float8_skips | {f"self_attn.{_first_linear(architecture)}"}
         linears = replace(linears, float8_skips=skips)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from peakcast.core.units import DTYPE_BYTES, FP32
+from peakcast.core.units import DTYPE_BYTES, FP8, FP32
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.jobs.micro_batch import Batch
@@ -76,6 +76,7 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
                 decays=len(tensor.shape) > 1,
                 gradient_parts=group.ranks if waits and tensor.role == "embedding" else 1,
                 parts_in_optimizer=group.ranks if alone and tensor.role == "embedding" else 1,
+                sent_bytes=_sent_bytes(job, tensor, module),
             )
             for module, tensor in everything
         )
@@ -97,6 +98,14 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
         elif name == "score":  # peft trains a copy of a classifier's head itself (`modules_to_save`)
             stored.append(StoredTensor(f"{name}.copy", module, tensor.shape, size, used, trains=True))
     return tuple(stored)
+
+
+def _sent_bytes(job: TrainingJob, tensor: ParameterTensor, module: str) -> int:
+    """Bytes of an element of `tensor` while FSDP2 gathers it, if it is the weight of a product in float8 that is gathered
+    so (torchao 0.18 `float8/fsdp_utils.py` WeightWithDynamicFloat8CastTensor; `fsdp_post_all_gather` does not copy it)."""
+    asked = job.precision.compute == "float8" and conventions(job).get("fsdp_float8_all_gather")
+    of_product = module.startswith("layers.") and len(tensor.shape) == 2 and all(size % 16 == 0 for size in tensor.shape)
+    return FP8 if asked and of_product and tensor.role != "expert" else 0
 
 
 def _rank_experts(tensor: ParameterTensor, ranks: int) -> ParameterTensor:

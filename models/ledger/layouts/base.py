@@ -45,6 +45,8 @@ class StoredTensor:
     """Whether each tensor-parallel rank's gradient is then only a term of the sum."""
     expert_ranks: int = 1
     """Number of ranks with different experts; data parallelism has that many times fewer ranks."""
+    sent_bytes: int = 0
+    """Bytes of one element while it is gathered, if fewer than `gathered_bytes`: of float8 weights; 0: as many."""
     sharded: bool = True
     """Whether FSDP shards it: true for parameters, false for tensors attached to one (constants of quantised weights)."""
 

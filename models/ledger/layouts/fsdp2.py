@@ -140,11 +140,12 @@ class FSDP2(ShardedLayout):
         # no other rank shares these tensors, as with experts divided over all ranks: they are copied without an all-gather
         alone = group[0].expert_ranks > 1 and self._shards(group[0]) == 1
         parts = [self._part_numel(t) for t in group]
-        whole = [part * self._shards(t) * t.gathered_bytes for part, t in zip(parts, group, strict=True)]
+        sent = [t.sent_bytes or t.gathered_bytes for t in group]
+        whole = [part * self._shards(t) * size for part, t, size in zip(parts, group, sent, strict=True)]
         copied = [
-            part * t.gathered_bytes
-            for part, t in zip(parts, group, strict=True)
-            if self.settings.offloads or t.gathered_bytes != t.element_bytes
+            part * size
+            for part, t, size in zip(parts, group, sent, strict=True)
+            if self.settings.offloads or size != t.element_bytes
         ]
         # copied from the host one by one, or narrowed into one tensor (`_get_param_all_gather_inputs`)
         return _GroupSizes(alone, whole, copied if self.settings.offloads else [sum(copied)])

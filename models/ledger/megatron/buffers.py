@@ -11,7 +11,7 @@ from peakcast.core.units import DTYPE_BYTES, FP8
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.distributed_optimizer import BufferRules, bucket_size, buffer_elements, shard_pieces
 from peakcast.models.ledger.megatron.fp8_parameters import MXFP8_BLOCK, is_fp8_parameter
-from peakcast.models.ledger.megatron.fsdp import buckets_of, hold_shards, is_fully_sharded
+from peakcast.models.ledger.megatron.fsdp import hold_shards, is_fully_sharded
 from peakcast.models.ledger.megatron.layer_wise_optimizer import packed, ping_pong
 from peakcast.models.ledger.megatron.parameters import Parameter, chunk_parameters
 from peakcast.models.ledger.megatron.share import RankShare, activations_share
@@ -189,7 +189,7 @@ def hold_parameters(step: Step, share: RankShare) -> None:
     precision = share.job.precision
     if is_fully_sharded(share):
         for parameters in owned_parameters(share):
-            hold_shards(step, share, buckets_of(share, parameters))
+            hold_shards(step, share, parameters)
         return
     gradient, main = int(DTYPE_BYTES[precision.gradients]), main_parameters(share)
     frozen = [(p, p.numel) for p in frozen_parameters(share)]

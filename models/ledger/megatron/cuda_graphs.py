@@ -6,6 +6,12 @@ two more kinds of step:
 - **replayed**: what graphed parts make is then addresses in that pool. The allocator counts it as reserved, but no longer
   as allocated. Their inputs, and the gradients of their outputs, stay allocated for the rest of the run.
 
+With `cuda-graph-impl=local`, graphs of layers are recorded when the first step's backward is done, before there are
+optimizer states, and all later steps replay them, so "steady" is a replayed step too. What one graph makes for the next is
+in the pool. Only what comes from outside has a tensor of its own, which all graphs share in turn; and there is a copy of a
+layer's main gradients while it is recorded (megatron-core 0.16.1 `transformer/cuda_graphs.py` `TensorReusePool`,
+`create_fwd_graph`).
+
 Sources: megatron-core 0.17.1 `transformer/cuda_graphs.py` `TECudaGraphHelper` (`_get_sample_arguments`: inputs are tensors
 of their own, reused once their backward has run; `_start_capturing` and `_finish_capturing` empty the cache),
 `transformer/transformer_layer.py` `get_layer_static_inputs` and `_get_submodules_under_cudagraphs`, `full_cuda_graph.py`;
@@ -24,9 +30,11 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.core.texts import Texts
+from peakcast.core.units import DTYPE_BYTES
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.inputs import inputs, reads_batches
+from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.received import Span
 from peakcast.models.ledger.megatron.share import RankShare
 from peakcast.models.ledger.tape.step import Step
@@ -56,10 +64,16 @@ def graphs_whole_step(convention: Mapping[str, Any]) -> bool:
     return convention.get("cuda_graph_impl") == "local" and convention.get("cuda_graph_scope") == WHOLE_STEP
 
 
+def graphs_own_layers(convention: Mapping[str, Any]) -> bool:
+    """Whether megatron-core records graphs of layers itself, after the first step's backward."""
+    scope = convention.get("cuda_graph_scope")
+    return convention.get("cuda_graph_impl") == "local" and scope not in (WHOLE_STEP, OF_INFERENCE)
+
+
 def _has_graphs(convention: Mapping[str, Any]) -> bool:
     scope = convention.get("cuda_graph_scope")
     of_layers = convention.get("cuda_graph_impl") == "transformer_engine" and scope not in (WHOLE_STEP, OF_INFERENCE)
-    return of_layers or graphs_whole_step(convention)
+    return of_layers or graphs_whole_step(convention) or graphs_own_layers(convention)
 
 
 def hold_read_ahead(step: Step, share: RankShare) -> None:
@@ -77,11 +91,24 @@ def hold_inputs_of_graphs(step: Step, share: RankShare, spans: Sequence[Span]) -
     if graphs_whole_step(share.convention):
         return
     states, masks = _in_flight(share, spans)
+    if graphs_own_layers(share.convention):
+        states, masks = min(states, 1), min(masks, int(reads_batches(share)))
     job, context = share.job, share.context
     mask_bytes = context.batch * context.sequence * job.sequence_length
     step.hold("graph_inputs", Category.ACTIVATIONS, states * context.stream_bytes, 0, module="cuda_graph")
     step.hold("graph_attention_masks", Category.INPUTS, masks * mask_bytes, 0, module="cuda_graph")
     step.hold("graph_output_gradient", Category.TEMPORARIES, min(states, 1) * context.stream_bytes, 0, module="cuda_graph")
+
+
+def hold_gradient_copies(step: Step, share: RankShare, parameters: Sequence[Parameter]) -> None:
+    """Hold the copy of a layer's main gradients with which the layer is recorded, of the largest layer."""
+    layers = dict[str, int]()
+    for one in parameters:
+        kind, _, number = one.module.partition(".")
+        if kind == "layers" and any(_covers(share, part) for part in _parts(share, int(number))):
+            layers[number] = layers.get(number, 0) + one.numel
+    size = max(layers.values(), default=0) * int(DTYPE_BYTES[share.job.precision.gradients])
+    step.hold("graph_gradient_copies", Category.GRADIENTS, size, 0, module="cuda_graph")
 
 
 def _in_flight(share: RankShare, spans: Sequence[Span]) -> tuple[int, int]:

@@ -20,7 +20,11 @@ from itertools import groupby
 
 from peakcast.core.units import DTYPE_BYTES, FP8, FP32, round_up
 from peakcast.models.ledger.megatron.distributed_optimizer import bucket_size
-from peakcast.models.ledger.megatron.fp8_parameters import is_fp8_parameter, reads_either_layout
+from peakcast.models.ledger.megatron.fp8_parameters import (
+    is_fp8_parameter,
+    mxfp8_scale_bytes,
+    reads_either_layout,
+)
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import RankShare
 from peakcast.models.ledger.tape.marks import Mark
@@ -126,10 +130,13 @@ def gathers_both_layouts(share: RankShare) -> bool:
     return share.context.fp8_recipe == "mxfp8"
 
 
-def hold_shards(step: Step, share: RankShare, found: Sequence[FSDPParameterGroup]) -> None:
+def hold_shards(step: Step, share: RankShare, parameters: Sequence[Parameter]) -> None:
     """Hold this rank's parts of all parameters, in the model's dtype and in fp32, and of their gradients, which are one
-    buffer."""
-    precision = share.job.precision
+    buffer. The scales of MXFP8 weights stay whole: only their elements are in buckets (`DataParallelBuffer.set_item`)."""
+    found, precision = buckets_of(share, parameters), share.job.precision
+    for p in parameters if gathers_both_layouts(share) else ():
+        if is_fp8_parameter(share, p):
+            step.hold(f"{p.name}.scales", Category.PARAMETERS, mxfp8_scale_bytes(p), 0, module=p.module)
     weight, gradient = int(DTYPE_BYTES[precision.parameters]), int(DTYPE_BYTES[precision.gradients])
     for bucket in found:
         module = min(bucket.modules)

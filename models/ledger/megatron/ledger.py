@@ -8,11 +8,13 @@ from peakcast.catalog import Device
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.pipeline import warmup_turns
 from peakcast.models.ledger.megatron.blocks.dispatch import held_by_dispatcher
-from peakcast.models.ledger.megatron.buffers import parameters_held
+from peakcast.models.ledger.megatron.buffers import parameters_held, trained_parameters
 from peakcast.models.ledger.megatron.cuda_graphs import (
     captured,
     graphed_bytes_of,
+    graphs_own_layers,
     graphs_whole_step,
+    hold_gradient_copies,
     hold_inputs_of_graphs,
     hold_read_ahead,
     replayed,
@@ -38,7 +40,21 @@ def megatron_ledger(
     before the optimizer step, nor the backward thread's workspace before its first matrix product), "steady", or one of
     those that CUDA graphs add (`cuda_graphs.py`). With a `device`, it includes what libraries and kernels allocate for
     themselves on that GPU type."""
-    share, first = rank_share(job, device, rank or 0), step == "first"
+    share = rank_share(job, device, rank or 0)
+    own = graphs_own_layers(share.convention)
+    done, turns = _eager_step(share, first=step == "first" or (own and step == "captured"))
+    if step == "first" or (step == "steady" and not own):
+        return done.timeline()
+    hold_inputs_of_graphs(done, share, turns.spans)
+    if step != "captured":
+        return replayed(done.timeline(), share)
+    if own:
+        hold_gradient_copies(done, share, [one for chunk in trained_parameters(share) for one in chunk])
+    return captured(done.timeline(), share)
+
+
+def _eager_step(share: RankShare, *, first: bool) -> tuple[Step, Turns]:
+    """A step without graphs, the `first` or a later one, and its turns."""
     offloads = bool(share.context.offloading.modules)
     weights, turns = weights_share(share), _turns_run(activations_share(share), first_step=first and offloads)
     done = turns.step.fork(parameters_held(weights))
@@ -58,15 +74,13 @@ def megatron_ledger(
         turns.reloads.hold(done)
     if widens_gradients(share) and not first:
         hold_previous_gradients(done, weights)
-    if step in ("first", "steady"):
-        return done.timeline()
-    hold_inputs_of_graphs(done, share, turns.spans)
-    return (captured if step == "captured" else replayed)(done.timeline(), share)
+    return done, turns
 
 
 def graphed_bytes(job: TrainingJob) -> int:
     """The most that the parts with CUDA graphs have at once in a steady step of the first rank."""
-    return graphed_bytes_of(megatron_ledger(job), rank_share(job, None, 0))
+    share = rank_share(job, None, 0)
+    return graphed_bytes_of(_eager_step(share, first=False)[0].timeline(), share)
 
 
 @lru_cache(maxsize=64)

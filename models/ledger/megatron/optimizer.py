@@ -8,7 +8,13 @@ from functools import lru_cache
 
 from peakcast.core.units import DTYPE_BYTES, FP8, FP32
 from peakcast.models.ledger.megatron.buffers import buffers, owned_parameters, shares_gradient_buffer, tensors_of
-from peakcast.models.ledger.megatron.fsdp import FSDPParameterGroup, buckets_of, is_fully_sharded
+from peakcast.models.ledger.megatron.fp8_parameters import is_fp8_parameter, mxfp8_scale_bytes
+from peakcast.models.ledger.megatron.fsdp import (
+    FSDPParameterGroup,
+    buckets_of,
+    gathers_both_layouts,
+    is_fully_sharded,
+)
 from peakcast.models.ledger.megatron.layer_wise_optimizer import orthogonalized_bytes
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import RankShare
@@ -104,8 +110,18 @@ def _cast_to_fp8(step: Step, share: RankShare) -> None:
 def _cast_shards_to_fp8(step: Step, share: RankShare) -> None:
     """Megatron-FSDP's cast of this rank's parts of the FP8 parameters: by way of the model's dtype, like other optimizers',
     but for scales of blocks in whole buckets, which are as many at once as `WHOLE_BUCKETS` has room for (megatron-core
-    0.16.1 `param_and_grad_buffer.py` `copy_main_weights_to_model_weights`)."""
+    0.16.1 `param_and_grad_buffer.py` `copy_main_weights_to_model_weights`). For MXFP8 ones the maximum for each scale is in
+    that dtype too, on every rank for all (Transformer Engine 2.20 `_cast_master_weights_to_fp8_mxfp8_scaling`)."""
     width = int(DTYPE_BYTES[share.job.precision.parameters])
+    maxima = {
+        expert: sum(
+            mxfp8_scale_bytes(p) * width
+            for parameters in owned_parameters(share)
+            for p in (parameters if gathers_both_layouts(share) else ())
+            if p.expert == expert and is_fp8_parameter(share, p)
+        )
+        for expert in (False, True)
+    }
     narrow = [b for parameters in owned_parameters(share) for b in buckets_of(share, parameters) if b.narrow]
     whole = share.context.fp8_recipe == "blockwise"
     batches: list[list[FSDPParameterGroup]] = [[]]
@@ -119,7 +135,8 @@ def _cast_shards_to_fp8(step: Step, share: RankShare) -> None:
             at = step.moment("cast to FP8", Phase.OPTIMIZER_STEP)
             began = began or at
             owned = sum(bucket.shard_elements for bucket in batch if bucket.expert == expert)
-            step.hold("cast_parameters", Category.OPTIMIZER_TEMPORARIES, owned * width, at, at + 1, "optimizer")
+            cast = owned * width + maxima[expert]
+            step.hold("cast_parameters", Category.OPTIMIZER_TEMPORARIES, cast, at, at + 1, "optimizer")
         if whole:
             gathered = sum(bucket.elements for bucket in batch) * FP8
             step.hold("whole_parameters", Category.PARAMETERS, gathered, began, at + 1, "optimizer")

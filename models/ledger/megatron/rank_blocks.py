@@ -72,7 +72,7 @@ class RankBlocks:
         if not self._parts_head:
             return (self.head,)
         context = self.share.layer_context(self._last_layer())
-        parts = part_context(context, "attention"), part_context(context, "moe")
+        parts = part_context(context, "attention"), replace(part_context(context, "moe"), runs=LayerRun(in_parts=True))
         return parted_head(context, *parts, offloads=self._first_step)
 
     @property
@@ -106,7 +106,7 @@ class RankBlocks:
         """A layer as two blocks: attention, and the feed-forward."""
         context = self.share.layer_context(layer)
         runs = LayerRun(input_held=input_held, makes_mask=layer in self._unmasked)
-        feed_forward = layer_template(part_context(context, "moe"), LayerRun())
+        feed_forward = layer_template(part_context(context, "moe"), LayerRun(in_parts=True))
         return layer_template(part_context(context, "attention"), runs), feed_forward
 
     def alike(self, chunk: Chunk, layers: range) -> list[AlikeLayers]:

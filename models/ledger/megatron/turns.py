@@ -114,7 +114,7 @@ class Turns:
         state = _MicroBatch(step.now, [])
         if chunk.is_first:
             state.runs.append([step.run_forward(self.blocks.embedding, "embedding", keeps_gradients=False)])
-        yield False
+        yield from self._waits(self.share.context.stream_bytes)
         for layers, checkpointed in self.blocks.checkpointed(chunk.layers):
             if checkpointed:
                 begin, runs = step.now, list[BlockRun]()
@@ -135,7 +135,7 @@ class Turns:
                         self.leaves.released(range(i, i + 1), run.forward_start + at, None)
                     if self.share.overlaps_micro_batches:
                         self._dispatched_half(runs[0], state)
-                        yield False
+                        yield from self._waits(self.share.context.stream_bytes)
         if chunk.is_last:
             yield from self._end_forward(state)
         else:
@@ -150,12 +150,19 @@ class Turns:
             step.moment("receive_forward", Phase.LOSS)
         self.alive[turn.micro_batch, turn.chunk] = state
 
+    def _waits(self, num_bytes: int) -> Iterator[bool]:
+        """Let the turn that runs beside this one go on; the output of this one's last block, of `num_bytes`, waits."""
+        since = self.step.now
+        yield False
+        if self.step.now > since:
+            self.step.hold("handed_on", Category.ACTIVATIONS, num_bytes, since, self.step.now)
+
     def _end_forward(self, state: _MicroBatch) -> Iterator[bool]:
         """Add the blocks after the network's last layer to a forward turn."""
         *halves, head = self.blocks.ending
-        for template in halves:
+        for template, after in zip(halves, self.blocks.ending[1:], strict=True):
             state.runs.append([self.step.run_forward(template, "head", keeps_gradients=False)])
-            yield False
+            yield from self._waits(after.input_bytes)
         yield True
         state.runs.append([self.step.run_forward(head, "head", keeps_gradients=False)])
 
@@ -218,12 +225,16 @@ class Turns:
             if chunk.is_first and place == 0:
                 yield True
             added = self._run_group_backward(runs, state, chunk, keeps_gradient=bool(summed) or chunk.is_last)
+            if place == len(state.runs) - 1:
+                of_last = step.now
             summed = summed or added
             if place:
                 yield False
         if not chunk.is_first:
             yield True
         self.leaves.lower_done(step.now)
+        if self.share.overlaps_micro_batches and not chunk.is_last and chunk.layers:
+            self._hold_leaves_of_output(chunk.layers[-1], of_last)
         if self.share.target is not None:
             self._hold_encoder_states([run for runs in state.runs if isinstance(runs, list) for run in runs])
         if chunk.is_first and chunk.is_last and self._adds_tied_gradients():
@@ -297,6 +308,20 @@ class Turns:
         cached = context.weight_gradients.fused and context.weight_gradients.cached_output_placeholder
         born = step.now - 1 if cached else started + self.blocks.head.backward_marks[Mark.LM_HEAD][0] + 1
         step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
+
+    def _hold_leaves_of_output(self, layer: int, since: int) -> None:
+        """Hold, until the turn ends, what the graph behind a chunk's output ends in, where micro-batches overlap and the
+        last layer is routed: the residual stream, what the shared expert and the experts made, and their gradients. The
+        schedule has the output until then, without its memory (megatron-core 0.16.1 `deallocate_output_tensor`)."""
+        context = self.share.layer_context(layer)
+        if context.experts is None:
+            return
+        count = 2 if context.experts.shared_ffn else 1
+        rows = context.experts.sent_rows(context.stream_rows) * context.hidden * context.element_bytes
+        size, now, module = count * context.stream_bytes, self.step.now, f"layers.{layer}"
+        self.step.hold("output.leaves", Category.ACTIVATIONS, size, since, now, module)
+        # what the experts made is freed, but its gradient is not
+        self.step.hold("output.leaves.grad", Category.TEMPORARIES, size + rows, since, now, module)
 
     def _hold_encoder_states(self, runs: list[BlockRun]) -> None:
         """Hold what an encoder passes to its decoder: every decoder layer saves it and adds to its gradient. In float8 a

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
 from peakcast.models.ledger.scope.fact import above, differs, option, setting, trait
-from peakcast.models.ledger.scope.table import Section, fails, less, more, nearly, nearly_less, nearly_more, unknown
+from peakcast.models.ledger.scope.table import Section, fails, less, more, nearly_less, nearly_more, unknown
 
 # fmt: off
 BATCHES = Section("padded and padding-free batches", (
@@ -143,10 +143,6 @@ SETTINGS = Section("settings of one rank", (
         unknown("precision.compute", ~job.plain_float8,
                 "float8 compute is modelled for full training of bf16 nn.Linear layers with torchao's dynamic scales "
                 "alone."),
-        nearly("precision.compute", job.selective,
-               "float8 compute with selective checkpointing is not modelled: no list of operations to keep has "
-               "torch._scaled_mm, in whose place traces run other products; they are up to 1.6 % lower; use mode=full "
-               "or none.", share=0.016),
     )),
 ))
 

@@ -10,7 +10,7 @@ from peakcast.models.allocator.rounding import MIN_BLOCK_BYTES
 from peakcast.models.ledger.tape.autograd import weights_backward
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.operations import Operation
-from peakcast.models.ledger.tape.storages import TapedBlock
+from peakcast.models.ledger.tape.storages import TapedBlock, num_recomputed
 from peakcast.models.ledger.tape.template import (
     OUTPUT_GRADIENT,
     BorrowedUse,
@@ -38,7 +38,7 @@ def block_template(
     return Template(
         **column_fields(rows),
         num_forward=len(block.operations),
-        num_recomputed=_recomputed(block),
+        num_recomputed=num_recomputed(block),
         num_backward=len(backward),
         forward_labels=[operation.name for operation in block.operations],
         backward_labels=[operation.name for operation in backward],
@@ -61,13 +61,6 @@ def block_template(
 def _input_bytes(block: TapedBlock) -> int:
     """Bytes of the block's input."""
     return 0 if block.input is None else block.input.num_bytes
-
-
-def _recomputed(block: TapedBlock) -> int:
-    """How many forward instants a recomputation runs, until the last saved tensor exists. Inputs are saved before an
-    operation runs; its output, and what it makes beside that, after (torch tools/autograd/gen_variable_type.py)."""
-    last = max((index for index in block.order if any(block.operations[index].saved_bytes)), default=-1)
-    return last + (last >= 0 and block.operations[last].keeps_results)
 
 
 def _backward_marks(block: TapedBlock) -> dict[Mark, list[int]]:

@@ -28,6 +28,7 @@ class Storage:
     __slots__ = (
         "born",
         "category",
+        "copied_until",
         "kind",
         "last_read",
         "last_saver",
@@ -52,6 +53,7 @@ class Storage:
         self.of_graph = False  # an attribute of a graph node, not a saved tensor: it lives as long as the graph
         self.stream = stream
         self.made_again: int | None = None  # after this operation it is freed; the backward of the same one recomputes it
+        self.copied_until: int | None = None  # if so: the backward of this operation frees a second copy and the gradient
         self.leaf_for: int | None = None  # it is also a leaf, never offloaded, until the backward of this operation is done
         self.on_host: tuple[HostCopy, ...] = ()  # its copies on the host, for operations that do not keep it on the GPU
         self.stays_for: int | None = None  # if it has such copies: the first operation that keeps it on the GPU too

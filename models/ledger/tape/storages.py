@@ -50,6 +50,13 @@ class SelectiveCheckpoint:
         return {id(one) for one in products[:: self.matmuls]} | {id(one) for one in storages if one.kind in self.kinds}
 
 
+def num_recomputed(block: TapedBlock) -> int:
+    """How many forward instants a recomputation runs, until the last saved tensor exists. Inputs are saved before an
+    operation runs; its output, and what it makes beside that, after (torch tools/autograd/gen_variable_type.py)."""
+    last = max((index for index in block.order if any(block.operations[index].saved_bytes)), default=-1)
+    return last + (last >= 0 and block.operations[last].keeps_results)
+
+
 def forward_temporaries(operations: Sequence[Operation]) -> list[Row]:
     """Rows of the tensors that live while one operation runs forward."""
     return [
@@ -71,7 +78,7 @@ class StorageLives:
         self._ran = {operation: instant + 1 for instant, operation in enumerate(block.order)}
         """By operation, the instant after its backward."""
         self._cached = checkpoint.kept(block.storages)
-        self._last_saver = max((i for i, one in enumerate(block.operations) if any(one.saved_bytes)), default=0)
+        self._num_recomputed = num_recomputed(block)
         for storage in block.storages:
             if storage.num_bytes > 0:
                 self._add(storage)
@@ -86,6 +93,7 @@ class StorageLives:
                 self.rows.append(
                     backward_row(storage.name, storage.num_bytes, again, freed, storage.stream, storage.category)
                 )
+                self._copy(storage, again)
                 freed = None
         for copy in storage.on_host:
             self.rows.append(
@@ -95,6 +103,18 @@ class StorageLives:
             self._wait(storage, freed)
         else:
             self._free(storage, last + 1, freed)
+
+    def _copy(self, storage: Storage, again: int) -> None:
+        """Add the second copy of an output that is recomputed at the backward instant `again`, and its gradient."""
+        if storage.copied_until is None:
+            return
+        until, name = self._ran[storage.copied_until], storage.name
+        self.rows.append(
+            backward_row(f"{name}.recomputed", storage.num_bytes, again, until, storage.stream, storage.category)
+        )
+        since = self._ran[storage.born]
+        if since < until:
+            self.rows.append(backward_row(f"{name}.gradient", storage.num_bytes, since, until, storage.stream))
 
     def _saved_until(self, storage: Storage) -> int | None:
         """The backward instant at which the last operation that saved it has run and autograd frees it (engine.cpp
@@ -123,7 +143,7 @@ class StorageLives:
         keeps for an operation that the recomputation does not reach."""
         num_bytes, cached = storage.num_bytes, id(storage) in self._cached
         in_backward, dies = saved_until is not None, read_until if saved_until is None else saved_until
-        not_read_again = cached and storage.born >= self._last_saver
+        not_read_again = cached and storage.born >= self._num_recomputed
         is_second_output = self._second_output is not None and storage is self._second_output.storage
         if not_read_again or storage.of_graph or is_second_output:
             in_backward, dies = True, len(self._block.order)

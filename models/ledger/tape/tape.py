@@ -237,11 +237,17 @@ class Tape:
         """How many tensors have been made so far; marks a position on the tape for `make_again`."""
         return len(self._storages)
 
-    def make_again(self, begin: int, end: int) -> None:
+    def make_again(self, begin: int, end: int, *outputs: Tensor) -> None:
         """Free the tensors made while `num_tensors` went from `begin` to `end`, and recompute them in the backward of the
-        last appended operation (megatron-core's `CheckpointWithoutOutput`), without the recomputation's temporaries."""
-        for storage in self._storages[begin:end]:
+        last appended operation (megatron-core's `CheckpointWithoutOutput`), without the recomputation's temporaries. What
+        is recomputed of the `outputs` is copied to where their readers saved them; until the part's own backward has ended
+        there are both, and then their gradients (0.16.1 `tensor_parallel/random.py`: `ctx.outputs` and the arguments of
+        `CheckpointWithoutOutputFunction.backward`)."""
+        made = self._storages[begin:end]
+        for storage in made:
             storage.made_again = len(self._operations) - 1
+        for output in outputs:
+            output.storage.copied_until = made[0].born
 
     def keep_with_graph(self, tensor: Tensor) -> None:
         """A node of the graph has `tensor` as an attribute: it is freed with the graph."""

@@ -51,6 +51,8 @@ IGNORED = re.compile(
     r"|optimizer\.optimizer_factory_kwargs.*|parallelism\.(spmd_backend|context_parallel_ptrr_mask_key)"
 )
 MIXED = "training.mixed_precision_param"
+FLOAT8 = ("float8", "quantize.linear.float8", "quantize.dense.float8")
+"""Tables of float8 products, by release."""
 
 
 def from_torchtitan(pasted: Pasted) -> Translation:
@@ -145,6 +147,12 @@ def _note_experts(job: TrainingJob, notes: Notes) -> None:
         notes.unsupported.append(f"torchtitan's experts of {kind} are not modelled; those of transformers are assumed.")
 
 
+def _converts(settings: Settings) -> bool:
+    """Whether products are converted to eight bits."""
+    converters = settings.words("model.converters")
+    return any("float8" in word or "mx" in word for word in converters) or settings.given("model_converters.converters")
+
+
 def _precision(settings: Settings) -> Precision:
     """float32 weights, gradients and states; the forward runs in `mixed_precision_param` (FSDP's policy, or autocast)."""
     compute = settings.one_of(MIXED, "bfloat16", ("bfloat16", "float32"))
@@ -153,8 +161,7 @@ def _precision(settings: Settings) -> Precision:
     )
     if not settings.given(MIXED):
         settings.notes.assumptions.append(f"{MIXED} is not given; the default of torchtitan is bfloat16.")
-    converters = settings.words("model.converters")
-    eight = any("float8" in word or "mx" in word for word in converters) or settings.given("model_converters.converters")
+    converters, eight = settings.words("model.converters"), _converts(settings)
     if eight and not all("float8" in word for word in converters or ("",)):  # the scope reports what is covered
         settings.notes.unsupported.append(
             f"FP8 training (model.converters={' '.join(converters)}) is not modelled.", "model.converters"
@@ -281,6 +288,10 @@ def _options(settings: Settings, chunks: int, *, autocast: bool) -> dict[str, An
     reshards = settings.one_of("parallelism.fsdp_reshard_after_forward", "default", ("default", "always", "never"))
     if reshards == "never":
         options["fsdp_reshard_after_forward"] = False
+    if _converts(settings) and any(settings.switch(f"{table}.enable_fsdp_float8_all_gather") for table in FLOAT8):
+        options["fsdp_float8_all_gather"] = True
+    if _converts(settings) and settings.switch("float8.force_recompute_fp8_weight_in_bwd"):
+        options["float8_weights_kept"] = "none"
     if settings.switch("optimizer.early_step_in_backward"):
         options["optimizer_in_backward"] = True
     return {"loss_parallel": False, **options} if settings.switch("parallelism.disable_loss_parallel") else options
@@ -293,6 +304,11 @@ def _unsupported(settings: Settings) -> None:
     }.items():
         if settings.switch(key):
             settings.notes.unsupported.append(f"{what} ({key}) is not modelled.", key)
+    for table in FLOAT8 if _converts(settings) else ():
+        recipe = settings.text(f"{table}.recipe_name", "tensorwise")
+        if recipe not in ("", "tensorwise"):
+            key = f"{table}.recipe_name"
+            settings.notes.unsupported.append(f"{key}={recipe} is not modelled; tensorwise scales are assumed.", key)
     for module in settings.words("override.imports"):
         settings.notes.unsupported.append(
             f"{module} (override.imports) is not modelled; torchtitan's own module is assumed.", "override.imports"

@@ -56,6 +56,7 @@ COVERED = {
         "sequence_length": 1024,
         "activation_checkpointing": {"mode": "full"},
     },
+    "layers in float8": {**LAYERS, "precision": {"compute": "float8"}, "activation_checkpointing": {"mode": "full"}},
     "Trainer with bf16 and torch_compile": AUTOCAST,
     "the same, checkpointed": {**AUTOCAST, "activation_checkpointing": {"mode": "full"}},
     "the same, layer by layer": {**AUTOCAST, "framework_options": {"autocast": True, "compiled_regions": "layers"}},
@@ -120,6 +121,8 @@ NAMED = {
         "finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "bfloat16"},
         "framework_options": {"adapter_dtype": "bfloat16"},
     },
+    "whole network with products in float8": {"precision": {"compute": "float8"}},
+    "float8 in layers of 'gemma-2-2b'": {**LAYERS, "architecture": "gemma-2-2b", "precision": {"compute": "float8"}},
     "attention='eager'": {"attention": "eager"},
     "sliding window": {"architecture": "mistral-7b", "sequence_length": 8192},
 }

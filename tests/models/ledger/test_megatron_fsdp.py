@@ -168,6 +168,21 @@ def test_traces(arguments: dict[str, Any], traced: tuple[int, ...]):
     assert peaks == [pytest.approx(size, rel=3e-3 if size < 10**8 else 1e-3) for size in traced]
 
 
+def test_scales_of_mxfp8_weights_stay_whole():
+    """A byte for 32 elements by rows and by columns, whatever the number of ranks, padded to 128 and to 4; the maxima from
+    which an optimizer step computes them have two bytes each."""
+    by_rows = 256 * 4 + 128 * 4 + 256 * 4 + 128 * 8  # of [192, 64], [64, 64], [256, 64] and [64, 256]
+    by_columns = 8 * 128 + 4 * 128 + 8 * 128 + 4 * 256
+    scales, elements = by_rows + by_columns, 64 * (192 + 64 + 256 + 256)
+    for ranks in (2, 4):
+        run = job(ranks, global_batch_size=ranks, **{**FP8, "fp8_recipe": "mxfp8"})
+        timeline = megatron_ledger(run, device=gpu("B200"))
+        of = [i for i, name in enumerate(timeline.names) if name.endswith(".scales")]
+        assert int(timeline.num_bytes[of].sum()) == pytest.approx(3 * scales, abs=512 * len(of))
+        cast = int(timeline.num_bytes[[name == "cast_parameters" for name in timeline.names]].sum())
+        assert cast == pytest.approx(2 * 3 * (scales + padded(elements, 256, ranks) // ranks), abs=1024)
+
+
 def test_fp8_weights_are_gathered_in_bytes_of_which_layers_at_work_make_columns():
     timeline = megatron_ledger(job(global_batch_size=2, **FP8))
     found = buckets_of(share := rank_share(job(**FP8), None, 0), owned_parameters(share)[0])

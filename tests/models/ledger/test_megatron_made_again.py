@@ -58,6 +58,15 @@ def test_what_is_made_again_is_there_from_its_readers_backward_on():
     assert lives["kv_contiguous"] == (core, up + 1)
 
 
+def test_what_is_made_again_is_copied_to_its_reader_and_stays_until_its_own_backward_ends():
+    """`ctx.outputs` beside the storages that attention saved; then the gradients that `backward` was called with."""
+    again = layer("mla_up_proj")
+    head, core, end = S * HEADS * 2, again.in_backward["fused_attention"], again.in_backward["linear_q_up_proj"] + 1
+    copies = [i for i, name in enumerate(again.names) if name.endswith(".recomputed")]
+    assert sum(int(again.num_bytes[i]) for i in copies) == head * (192 + 192 + 128)
+    assert {(int(again.born[i]), int(again.dies[i])) for i in copies} == {(core, end)}
+
+
 @pytest.mark.parametrize(("flags", "norms"), [({}, 1), ({"num_experts": 4}, 2), ({"transformer_impl": "local"}, 0)])
 def test_norms_that_are_modules_of_their_own_are_not_kept(flags: dict[str, Any], norms: int):
     """Before latent attention always, before routed experts too; a dense feed-forward of Transformer Engine contains its

@@ -371,6 +371,19 @@ def test_overlapped_layers_of_old_releases_keep_more_than_is_counted(version: st
     assert [(f.code, f.direction) for f in overlap] == [("nearly_modelled", "more")] * said
 
 
+def test_overlapped_micro_batches_keep_what_a_layers_parts_hand_to_each_other():
+    """`TransformerLayerNode.detach`: the shared expert's output is a leaf of the layer's last part, so every layer between
+    its forward and its backward has one; else the sum with the experts' output frees it."""
+    engine = {**SMALL, "num_layers": 3, "transformer_impl": "transformer_engine"}
+    engine["moe_shared_expert_intermediate_size"] = FFN
+    layout = {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1, "global_batch_size": 32}
+    for overlaps, kept in ((True, 3), (False, 0)):
+        timeline = megatron_ledger(make(8, **engine, **layout, overlap_moe_expert_parallel_comm=overlaps))
+        at = int(np.flatnonzero(timeline.phases == Phase.LOSS)[0])
+        lives = zip(timeline.names, timeline.born, timeline.dies, strict=True)
+        assert sum(name == "shared_experts.linear_fc2" and born < at < dies for name, born, dies in lives) == kept
+
+
 @pytest.mark.parametrize(("version", "blocks"), [("0.16.1", 2), ("0.18.0", 1)])
 def test_logits_predicted_ahead_end_with_the_function_that_has_their_loss(version: str, blocks: int):
     """Narrow logits while the last loss is computed: the last token's own, and until megatron-core 0.17 those ahead too."""

@@ -63,10 +63,10 @@ def test_a_predicting_layer_keeps_its_softmax_until_another_micro_batch_has_atte
 PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 3, "global_batch_size": 128}
 
 
-@pytest.mark.parametrize(("rank", "more", "kept"), [(0, (138, 23.1), 106), (15, (17, 21.2), 4)])
+@pytest.mark.parametrize(("rank", "more", "kept"), [(0, (138, 23.1), 114), (15, (17, 21.2), 12.6)])
 def test_a_pipelines_rank_needs_little_more(rank, more, kept):
     """In MB, of traces of megatron-core 0.16.1: what the peak of a step rises by, and what stays after it. The ledger has
-    the saved attention of one layer more, but not what waits for the streams of the exchanges."""
+    the saved attention of one layer more and what a turn hands on while the other runs, not all that waits for streams."""
     plain, overlapped = (megatron_ledger(job(16, overlap, **PIPELINE), rank=rank) for overlap in (False, True))
     rise = (overlapped.totals.max() - plain.totals.max()) / 1e6
     assert rise == pytest.approx(kept, abs=1)

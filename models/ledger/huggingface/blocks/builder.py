@@ -246,7 +246,8 @@ class BlockBuilder:
         are multiples of 16."""
         context = self.context
         fits = layer.in_features % 16 == layer.out_features % 16 == 0 and self.num_matrices == 1
-        return context.linears.float8 and fits and layer.name not in context.linears.float8_skips
+        eager = context.linears.float8 and "layers" not in context.compiled
+        return eager and fits and layer.name not in context.linears.float8_skips
 
     def norm(self, x: Tensor, width: int, name: str, rows: int | None = None, *, fused: bool = True) -> Tensor:
         """The architecture's norm over the last `width` elements. `fused`: by a fused kernel if the job has one."""

@@ -43,6 +43,10 @@ class Linears:
     float8: bool = False
     """Whether Linears compute in float8, except those in `float8_skips`."""
     float8_skips: frozenset[str] = frozenset({"lm_head"})
+    float8_kept: str = "none"
+    """Which weights compiled layers keep in float8 for backward: "all", some of those "gathered" in float8, or "none"."""
+    gathered_in_float8: bool = False
+    """Whether weights of products in float8 come in float8: FSDP2 has gathered them so."""
     keep_input: bool = False
     """Whether a Linear saves its input even if its weight is frozen: DeepSpeed's stage 3 has a Linear of its own (0.19
     `runtime/zero/linear.py`)."""

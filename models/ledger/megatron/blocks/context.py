@@ -300,6 +300,9 @@ class LayerRun:
     """Whether a checkpoint runs the layer without a graph; in FP8, nothing is then quantised for a backward."""
     input_is_constant: bool = False
     """Whether the layer's input needs no gradient: it is the output of a frozen embedding."""
+    in_parts: bool = False
+    """Whether the layer's parts have graphs of their own, so that what one hands to another is a leaf: micro-batches
+    overlap (megatron-core 0.16.1 `models/gpt/fine_grained_callables.py`, `TransformerLayerNode.detach`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,7 +97,7 @@ def _attended(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
     for variable in named:
         tape.hold(variable)
     if context.recompute_norms:
-        tape.make_again(*norms)
+        tape.make_again(*norms, *((named[0] if context.latent is not None else normalized,) if norms[1] > norms[0] else ()))
     with tape.marked(Mark.ATTENTION_ADD):
         middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
     for variable in until_added:
@@ -149,7 +149,7 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
         output = _dense(tape, normalized, context)
     tape.hold(normalized)  # a variable of `_forward_mlp` refers to it
     if context.recompute_norms:
-        tape.make_again(begin, end)
+        tape.make_again(begin, end, *((normalized,) if end > begin else ()))
     return output
 
 

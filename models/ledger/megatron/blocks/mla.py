@@ -51,7 +51,7 @@ def latent_attention(
     if latent.recompute_up_projection:
         for read in (asked, combined, position):
             tape.keep_as_leaf(read)
-        tape.make_again(*projected_up)
+        tape.make_again(*projected_up, query, key, value)
     return attended, [x, asked, combined, query, key, value], normalized
 
 

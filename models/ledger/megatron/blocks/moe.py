@@ -44,7 +44,7 @@ def routed_feed_forward(tape: Tape, x: Tensor, context: MegatronContext, experts
         output = mixture_of_experts(tape, x, context, experts)
         tape.hold(x)
     if context.recompute_norms:
-        tape.make_again(begin, end)
+        tape.make_again(begin, end, x)
     return output
 
 
@@ -60,6 +60,8 @@ def mixture_of_experts(tape: Tape, x: Tensor, context: MegatronContext, experts:
     output = dispatch.combine(computed)
     if shared is not None:
         output = tape.operation("add_shared", [output, shared], x.num_bytes, gradients=[(output, None), (shared, None)])
+        if context.runs.in_parts:
+            tape.keep_with_graph(shared)
     dispatch.release()
     return output
 

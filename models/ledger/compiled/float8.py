@@ -1,0 +1,198 @@
+"""A compiled layer with products in float8: torchao's Float8Linear with dynamic tensorwise scales, as Inductor fuses it.
+
+Each operand of a product is converted with a scale for which all of it is read first, so a conversion is a kernel after the
+one that computes the operand. What is computed element by element (a norm's result, silu·up, their gradients) is computed
+again by whoever measures or converts it, and has no buffer: forward keeps only what it is computed from. Backward converts
+weights again, and inputs and gradients in the other layout too, with one scale for both.
+
+Source: torchao 0.18 float8/float8_linear.py matmul_with_hp_or_float8_args; graphs that torch 2.13 lowers for it
+(`TORCH_LOGS=output_code`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from peakcast.core.units import FP32
+from peakcast.models.ledger.compiled.backward import READS_AGAIN, LayerOps
+from peakcast.models.ledger.compiled.forward import modules_of, products
+from peakcast.models.ledger.compiled.inductor_kernels import Op
+from peakcast.models.ledger.compiled.ops import Names, names, op
+from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
+
+GROUPS = 512
+"""The absolute maximum is taken in this many parts first (read off the traces)."""
+
+ELEMENTWISE = ("norm_1", "norm_2", "product", "attended_by_token", "d_gate", "d_up")
+"""What is computed element by element for products."""
+
+CONVERTED_WITH = {
+    "norm_1": "d_input",
+    "norm_2": "d_middle",
+    "product": "d_up.f8",
+    OUTPUT_GRADIENT: "d_middle",
+    "d_middle": "d_input",
+    "d_gate": "d_up.f8",
+}
+"""By buffer, the operation in whose kernel it is converted for weights' gradients: one that reads the same."""
+
+FAR = ("qkv", "q", "k", "v")
+"""The projections. Their weights, in a graph that recomputes them, are converted a second time by kernels of their own:
+Inductor joins no kernels that are more than 64 apart (torch 2.13 `_inductor/scheduler.py` are_long_distant_nodes)."""
+
+KEPT_OF_GATHERED = ("v", "qkv", "gate", "up", "gate_up", "down")
+"""Products of which Inductor's partitioner keeps the float8 weight in backward's layout where FSDP2 has gathered it in
+float8: such a weight is no parameter that a graph keeps for nothing, and a copy costs as much (read off the trace of a
+Llama; with others it may choose otherwise)."""
+
+MEASURED_WITH = {"norm_1": "rstd_1", "norm_2": "rstd_2", "d_gate": "d_up.amax", "product": "d_up.amax"}
+"""By buffer, the operation in whose kernel its maximum is taken, if that is not the one that makes it."""
+
+
+def in_float8(context: HFContext) -> frozenset[str]:
+    """Names of the products that are in float8. torchao's filters take sizes that are multiples of 16."""
+    if not context.linears.float8:
+        return frozenset()
+    modules, skips = modules_of(context.architecture), context.linears.float8_skips
+    sizes = products(context.architecture).items()
+    return frozenset(name for name, size in sizes if modules[name] not in skips and size[0] % 16 == size[1] % 16 == 0)
+
+
+class Float8LayerOps(LayerOps):
+    """The operations of a layer with products in float8: `x.f8` is the buffer x in float8, `x.f8t` in the other layout.
+    `inlined` and `recomputed_inputs` are still to be applied to them."""
+
+    def forward(self, *, again: bool = False) -> list[Op]:
+        """The operations of forward; `again`: those that backward may run again, with conversions that it alone reads."""
+        ops = super().forward(again=again)
+        wanted = set(self._inputs()) if again else self._read_by_others()
+        made = {f"{name}.scale": self._transposed(name) for name in wanted}
+        ops = [each for one in ops for each in (one, *made.pop(one.name, ()))]
+        return ops + [self._weight_back(name) for name in products(self.context.architecture) if name in self._kept_weights]
+
+    def _projected(self, name: str, reads: str, size: int, widened: Sequence[Op] = ()) -> list[Op]:
+        if name not in self._float8:
+            return super()._projected(name, reads, size, widened)
+        copy, given = self._copy(reads, "f8", name), self.context.linears.gathered_in_float8
+        measured = [
+            op(f"{name}.amax", (), GROUPS * FP32, wide=True),
+            op(f"{name}.weight.scale", f"{name}.amax", FP32, wide=True),
+        ]
+        return [
+            *self._scale(reads),
+            *([] if given else measured),
+            op(copy, (reads, f"{reads}.scale"), self._elements(name, 0), fuses=f"{reads}.f8"),
+            *([] if given else [op(f"{name}.f8", f"{name}.weight.scale", self._weight(name))]),
+            op(name, copy if given else (copy, f"{name}.f8"), size),
+        ]
+
+    def back(self, name: str, reads: Names, result: str, gradient: str, size: int, elements: int | None = None) -> list[Op]:
+        if name not in self._float8:
+            return super().back(name, reads, result, gradient, size, elements)
+        (read,) = set(reads) - {gradient}
+        weight = self._weight(name) * self.context.precision.weight_bytes
+        both, outputs = (gradient, f"{gradient}.scale"), self._elements(name, 1)
+        return [
+            *self._scale(gradient),
+            op(f"{gradient}.f8", both, outputs, fuses="d_up.f8" if gradient == "d_gate" else ()),
+            *([] if name in self._kept_weights else [self._weight_back(name)]),
+            op(result, (f"{gradient}.f8", f"{name}.f8t"), size),
+            op(f"{gradient}.f8t", both, outputs, fuses=CONVERTED_WITH.get(gradient, f"{gradient}.f8")),
+            self._gradient(f"{name}.weight", (f"{gradient}.f8t", self._copy(read, "f8t", name)), weight),
+        ]
+
+    def _weight_back(self, name: str) -> Op:
+        """The weight of `name` in the layout that backward reads."""
+        near = name not in FAR or name in self._kept_weights
+        fuses = f"{name}.f8" if near and not self.context.linears.gathered_in_float8 else ()
+        return op(f"{name}.f8t", f"{name}.weight.scale", self._weight(name), fuses=fuses)
+
+    @cached_property
+    def _kept_weights(self) -> frozenset[str]:
+        """Products whose weight forward converts for backward, unless the layer is recomputed."""
+        rules = self.context.linears
+        if self.recomputes or rules.float8_kept == "none":
+            return frozenset()
+        some = KEPT_OF_GATHERED if rules.gathered_in_float8 else ()
+        return self._float8 if rules.float8_kept == "all" else self._float8.intersection(some)
+
+    @cached_property
+    def _float8(self) -> frozenset[str]:
+        return in_float8(self.context)
+
+    def _elements(self, name: str, of: int) -> int:
+        """Elements of what the product `name` reads (0) or makes (1)."""
+        return self.context.rows * products(self.context.architecture)[name][of]
+
+    def _inputs(self) -> dict[str, list[str]]:
+        """What products in float8 read -> the names of these products."""
+        read = {"norm_1": FAR, self.attended: ("o",), "norm_2": self._inside, "product": ("down",)}
+        found = {x: [name for name in of if name in self._float8] for x, of in read.items()}
+        return {x: of for x, of in found.items() if of}
+
+    def _read_by_others(self) -> set[str]:
+        """What products of both kinds read; forward converts it for backward too."""
+        kinds = {"norm_1": FAR, "norm_2": self._inside}
+        there = products(self.context.architecture).keys()
+        return {x for x, of in kinds.items() if 0 < len(self._float8.intersection(of)) < len(there & set(of))}
+
+    def _copy(self, x: str, kind: str, name: str) -> str:
+        """The name of the copy of `x` that the product `name` reads. It has one of its own, unless forward keeps the copy
+        or a conversion reads more than a few buffers (the norm's weight and the scale beside the stream, its factors)."""
+        of = self._inputs()[x]
+        stream = {"norm_1": self.given, "norm_2": self.middle}.get(x, ())
+        kept = kind == "f8t" and x in self._read_by_others()
+        shared = kept or len(stream) + len(self.statistics("1")) + 2 > READS_AGAIN
+        return f"{x}.{kind}" if shared or name == of[0] else f"{x}.{kind}_of_{name}"
+
+    def _transposed(self, x: str) -> list[Op]:
+        """The conversions of `x` that the gradients of weights read."""
+        of, where = self._inputs()[x], CONVERTED_WITH.get(x, f"{x}.f8")
+        copies = dict.fromkeys(self._copy(x, "f8t", name) for name in of)
+        fuses = f"{x}.f8" if x in self._read_by_others() and not self.recomputes else where
+        return [op(copy, (x, f"{x}.scale"), self._elements(of[0], 0), fuses=fuses) for copy in copies]
+
+    def _scale(self, x: str) -> list[Op]:
+        """The absolute maximum of `x`, in parts and whole."""
+        rows = self.context.rows if x in ("norm_1", "norm_2", "d_middle") else GROUPS
+        return [
+            op(f"{x}.amax", x, rows * FP32, wide=True, fuses=MEASURED_WITH.get(x, x)),
+            op(f"{x}.scale", f"{x}.amax", FP32, wide=True),
+        ]
+
+
+def recomputed_inputs(forward: Sequence[Op]) -> set[str]:
+    """Names of what backward computes again, whatever the policy: what has no buffer, and the scales of inputs."""
+    without = _without_buffer(forward)
+    measured = {name for one in forward for name in one.writes if name.endswith((".amax", ".scale"))}
+    return without | {name for name in measured if not name.endswith(".weight.scale")}
+
+
+def inlined(ops: Sequence[Op]) -> list[Op]:
+    """`ops` without those whose results only conversions read, which compute them themselves; each name is made once."""
+    without, reads_of, found = _without_buffer(ops), dict[str, Names](), dict[str, Op]()
+    for one in ops:
+        reads = names(*(reads_of.get(name, (name,)) for name in one.reads))
+        if one.name in without:
+            reads_of[one.name] = reads
+        elif one.name not in found:
+            found[one.name] = replace(one, reads=tuple(dict.fromkeys(reads)))
+    return list(found.values())
+
+
+def _without_buffer(ops: Sequence[Op]) -> set[str]:
+    """Names of what only conversions to float8 read."""
+    readers: dict[str, list[str]] = {name: [] for name in ELEMENTWISE}
+    for one in ops:
+        for name in one.reads:
+            if name in readers:
+                readers[name].append(one.name)
+    made = {name for one in ops for name in one.writes}
+    return {name for name, of in readers.items() if of and name in made and all(_converts(one, name) for one in of)}
+
+
+def _converts(reader: str, name: str) -> bool:
+    return reader.startswith((f"{name}.f8", f"{name}.amax"))
