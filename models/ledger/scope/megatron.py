@@ -152,7 +152,7 @@ _OPTIONS = Section("options", (
             "cp-comm-type={exchanges} is not modelled; {known_exchanges} in every layer is."),
     nearly_more("offload.activations", job.offloads_activations & option("offload_modules"),
                 "Offloaded activations are counted as if copies took no time. They live until their copy has ended; two "
-                "published runs, which run two micro-batches at once as well, have 3 % more.", share=0.03),
+                "published runs, which run two micro-batches at once as well, have 1 % more.", share=0.01),
 ))
 
 # megatron-core 0.17.1 `transformer/transformer_config.py` `__post_init__`; what graphs keep: `megatron/cuda_graphs.py`
