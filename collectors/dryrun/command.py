@@ -83,13 +83,15 @@ def read_command(command: Sequence[str], ranks_of_job: int | None = None) -> Tra
 
 def _after_others(words: list[str]) -> list[str]:
     """`words` without programs that run the rest of the command (nice, timeout, pdm run): if the first word is unknown, the
-    words from the first one that is Python, a launcher or a Python file."""
+    words from the first one that is Python or a launcher; after `RUNNERS`, also a Python file. Other programs copy, show or
+    delete it."""
     first = words[0] if words else ""
+    runs = os.path.basename(first) in RUNNERS
     if os.path.basename(first) in SUBMITTERS:
         return words
-    if os.path.basename(first) not in RUNNERS and (_begins(first) or _is_shell(first) or is_file(first) or _tool(first)):
+    if not runs and (_begins(first) or _is_shell(first) or is_file(first) or _tool(first)):
         return words
-    at = next((number for number, word in enumerate(words) if _begins(word)), 0)
+    at = next((number for number, word in enumerate(words) if _begins(word) and (runs or not word.endswith(".py"))), 0)
     return words[at:]
 
 

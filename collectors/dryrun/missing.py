@@ -61,7 +61,7 @@ KERNELS = ("flash_attn", "flash_attn_interface", "kernels", "triton")
 def hint(lines: Sequence[str]) -> str:
     """What is missing according to the last `lines` that a failed script printed, and the way out; "" if that is not
     known."""
-    looks = (_of_networks, _of_environment, _of_releases, _of_operators, _of_files, _of_network, _of_packages)
+    looks = (_of_networks, _of_programs, _of_environment, _of_releases, _of_operators, _of_files, _of_network, _of_packages)
     said = next(filter(None, (look(lines) for look in looks)), "")
     unsloth = UNSLOTH if any(IMPORTS_UNSLOTH.search(line) for line in lines) else ""
     return " ".join(filter(None, (said, unsloth)))
@@ -224,6 +224,19 @@ def _of_operators(lines: Sequence[str]) -> str:
     else:
         why, way = "whose result is as large as only a run with values knows", "have the script take a fixed size there"
     return f"{where} {operator}, {why}; {way}."
+
+
+REFUSED = re.compile(r"(subprocess\.)?CalledProcessError: (?P<command>Command .*) returned non-zero")
+
+
+def _of_programs(lines: Sequence[str]) -> str:
+    found = REFUSED.match(_last(lines))
+    if found is None:
+        return ""
+    return (
+        "Programs that a script starts write nothing outside the dry run's temporary folder and have no GPU; if "
+        f"c{found['command'][1:]} needs that, run it before, and have the script go on where it is done."
+    )
 
 
 def _of_network(lines: Sequence[str]) -> str:

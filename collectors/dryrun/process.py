@@ -22,6 +22,7 @@ from peakcast.collectors.dryrun.children import ASKED
 from peakcast.collectors.dryrun.command import TrainingCommand
 from peakcast.collectors.dryrun.missing import hint
 from peakcast.collectors.machine.environments import environment_for
+from peakcast.collectors.processes.warm_parent import ENDING_SECONDS
 from peakcast.core.errors import CollectorError, ScriptError
 from peakcast.core.findings import Finding
 from peakcast.core.units import format_gib
@@ -51,6 +52,9 @@ class Process(Protocol):
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Its exit code once it has ended. Raises: TimeoutExpired."""
+
+    def terminate(self) -> None:
+        """Ask it to end, with all that it has started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +197,9 @@ def _ended(process: Process) -> Iterator[None]:
     try:
         yield
     finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_SECONDS)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -21,9 +21,11 @@ LIBRARIES = ("torch", "torch.distributed.fsdp", "torch._dynamo")
 def main(question: Mapping[str, Any]) -> NoReturn:
     """Run the script that `question` names, with its own arguments, or its function."""
     from peakcast.collectors.dryrun import file_overlay, outside, ranks
+    from peakcast.collectors.dryrun.confined import confine
 
     _limit_memory(int(question["memory_bytes"]))
     outside.set_environment(Path(question["folder"]))
+    confine(Path(question["folder"]))
     launched = bool(question["launched"])
     ranks.set_environment(question["rank"], question["world_size"], question["ranks_per_node"], launched=launched)
     ranks.set_settings_of_accelerate(question["accelerate"])

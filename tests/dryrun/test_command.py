@@ -104,6 +104,7 @@ def test_accelerates_file_says_how_many_ranks(tmp_path):
         ([], "no command is given"),
         (["python"], "names no script"),
         (["python", "nothere.py"], "'nothere.py' is not there"),
+        (["rm", "-f", SCRIPT], "what 'rm' runs cannot be read; give the Python command that trains"),
         (["ls", "train"], "what 'ls' runs cannot be read; give the Python command that trains"),
         (["nosuchtool", "train"], "there is no program 'nosuchtool' here; install the package that has it, or give"),
         (["python", "-c", "print(1)"], "what '-c' runs cannot be read"),
@@ -170,6 +171,10 @@ def test_the_command_line_says_soon_what_it_does_and_answers_as_predict(tmp_path
             "data/a.jsonl is not here; put there 64 lines",
         ),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'a.parquet'", "to_parquet('a.parquet')"),
+        (
+            "subprocess.CalledProcessError: Command '['mkdir', 'out']' returned non-zero exit status 1.",
+            "if command '['mkdir', 'out']' needs that, run it before",
+        ),
         ("FileNotFoundError: Unable to find '/data/train.csv'", "to_csv('/data/train.csv')"),
         (
             "datasets.exceptions.DataFilesNotFoundError: No data files in /data/mine.",
