@@ -32,6 +32,7 @@ def main(question: Mapping[str, Any]) -> NoReturn:
     os.environ["PEAKCAST_DRYRUN_RANK"] = str(question["rank"])
     if question.get("walks"):
         os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: a forked process has no threads
+    os.environ.pop("PYTHONSAFEPATH", None)  # this process's own, not that of programs that the script starts
     import_for_good(LIBRARIES)
     from peakcast.collectors.dryrun.session import Session
     from peakcast.collectors.dryrun.walked import WalkedSession

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,8 +14,11 @@ import pytest
 from peakcast.collectors.dryrun.command import read_command
 from peakcast.collectors.dryrun.failures import report
 from peakcast.collectors.dryrun.missing import hint
+from peakcast.collectors.dryrun.process import _own_variables
 from peakcast.collectors.dryrun.script import exported_script
+from peakcast.collectors.machine.environments import environment_for
 from peakcast.core.errors import SpecError
+from peakcast.doors.dryrunning import _free_bytes
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "plain_loop.py")
 
@@ -341,3 +345,21 @@ def test_the_script_s_own_line_is_named_where_a_long_traceback_hides_it():
     assert _own_line([own, *[library] * MOST_LINES, "ValueError: x"]) == "Its own line there is train.py:7."
     assert _own_line([own, library, "ValueError: x"]) == ""
     assert _own_line([library] * 40) == ""
+
+
+def test_the_path_of_a_command_is_beside_that_of_peakcast():
+    command = read_command(["PYTHONPATH=src", "python", SCRIPT])
+    assert _own_variables(command, {"PYTHONPATH": "/peakcast"}) == {"PYTHONPATH": "/peakcast:src"}
+    assert _own_variables(read_command(["A=1", "PYTHONPATH=src", "python", SCRIPT]), {}) == {"A": "1", "PYTHONPATH": "src"}
+
+
+def test_another_interpreter_keeps_the_path_of_the_caller(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    with environment_for("/another/python") as environment:
+        ours, mine = environment["PYTHONPATH"].split(":")
+        assert (Path(ours) / "peakcast" / "collectors").is_dir()
+        assert mine == "/mine"
+
+
+def test_the_cache_of_files_counts_as_free_memory():
+    assert _free_bytes() >= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 2
