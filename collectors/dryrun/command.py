@@ -135,9 +135,11 @@ def _read(words: list[str], variables: Sequence[str]) -> TrainingCommand:
             words = [MODULES[words[1]], *words[2:]]
         else:
             return replace(_script(words), python=python)
+    if "/" in words[0]:
+        python = _of_program(words[0]) or python
     if os.path.basename(words[0]) in LAUNCHERS:
         return replace(_launched(os.path.basename(words[0]), words[1:]), python=python)
-    return _script(words)
+    return replace(_script(words), python=python)
 
 
 def _is_shell(word: str) -> bool:
@@ -205,6 +207,13 @@ def _interpreter(word: str) -> str:
     if not is_file(word):
         raise SpecError(f"command={word!r}: there is no such interpreter; check the path.", parameter="command", value=word)
     return word
+
+
+def _of_program(word: str) -> str:
+    """The interpreter of a console script that a command names by its path (/env/bin/torchrun); "" for other files."""
+    first = first_bytes(Path(word), 200).split(b"\n")[0].decode(errors="replace") if is_file(word) else ""
+    interpreter = first.removeprefix("#!").strip()
+    return interpreter if first.startswith("#!/") and PYTHON.fullmatch(interpreter) and is_file(interpreter) else ""
 
 
 def _after_options(words: list[str]) -> list[str]:

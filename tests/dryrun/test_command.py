@@ -363,3 +363,13 @@ def test_another_interpreter_keeps_the_path_of_the_caller(monkeypatch):
 
 def test_the_cache_of_files_counts_as_free_memory():
     assert _free_bytes() >= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 2
+
+
+def test_a_program_that_is_named_by_its_path_brings_its_interpreter(tmp_path):
+    (tmp_path / "python").touch()
+    for name, first in (("torchrun", f"#!{tmp_path}/python"), ("tune", f"#!{tmp_path}/python"), ("other", "#!/bin/sh")):
+        (tmp_path / name).write_text(f"{first}\nimport sys\n")
+    launched = read_command([str(tmp_path / "torchrun"), "--nproc-per-node", "2", SCRIPT])
+    assert (launched.python, launched.script, launched.world_size) == (str(tmp_path / "python"), SCRIPT, 2)
+    assert read_command([str(tmp_path / "tune"), "run"]).python == str(tmp_path / "python")
+    assert read_command(["torchrun", SCRIPT]).python == sys.executable
