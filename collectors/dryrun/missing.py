@@ -100,6 +100,8 @@ def _of_environment(lines: Sequence[str]) -> str:
         )
     if (found := VARIABLE.match(last)) is not None and any("environ" in line for line in lines):
         return f"It reads the environment variable {found['name']}: put {found['name']}=... before the command."
+    if "Default process group has not been initialized" in last:
+        return "It is written for several ranks: put the launcher before it that it has in a run (torchrun --nproc-per-node 8)."
     if last.startswith("EOFError") and any(
         "input(" in line or "stdin" in line or "EOF when reading" in line for line in lines
     ):
@@ -170,10 +172,14 @@ def _of_networks(lines: Sequence[str]) -> str:
     )
 
 
+TRACEBACK = "Traceback (most recent call last)"
+
+
 def _of_packages(lines: Sequence[str]) -> str:
     """The installed packages in which an error was raised of which nothing more is known; "" if one of them refuses what
     the script asked for, by a rule of its own, which its message says. What torch refuses may be due to fake tensors."""
-    found = ((PLACE.search(line), after) for line, after in itertools.pairwise(lines))
+    last = max((number for number, line in enumerate(lines) if line.startswith(TRACEBACK)), default=0)
+    found = ((PLACE.search(line), after) for line, after in itertools.pairwise(lines[last:]))
     places = [(place["file"], after) for place, after in found if place is not None]
     places = [(file, after) for file, after in places if _raised_in_library(file) or not file.startswith(("<", STANDARD))]
     if not places or not _raised_in_library(places[-1][0]):

@@ -99,6 +99,7 @@ class ScriptSteps:
     def timelines(self) -> dict[str, Timeline]:
         """Timelines of the first step, of the later step with most bytes, and of the whole "run". If a script has
         evaluated, an evaluation after its last step is added, with everything that exists then."""
+        self._name_unmet()
         again = self.evaluations.fullest()
         later = [self.tracer.timeline(*span) for span in self.spans[1:-1]]
         last = self.tracer.timeline(*self.spans[-1], again)
@@ -180,6 +181,15 @@ class ScriptSteps:
         for name, parameter in network.named_parameters():
             self._parameters.setdefault(id(parameter), _plain(name))
         self.tracer.name(((_plain(name), one) for name, one in network.named_parameters()), Category.PARAMETERS)
+
+    def _name_unmet(self) -> None:
+        """Name the weights of modules that never ran by themselves and are in no network that did, such as a teacher that a
+        module of the script keeps in a list."""
+        modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module) and id(one) not in self._names]
+        for module in modules:
+            held = vars(module).get("_parameters") or {}
+            named = ((f"{type(module).__name__}.{name}", one) for name, one in held.items() if one is not None)
+            self.tracer.name(named, Category.PARAMETERS)
 
     def _step_begins(self, optimizer: Any, *_: Any) -> None:
         if not any(optimizer is one for one in self.optimizers):

@@ -203,7 +203,7 @@ def test_experts_get_equally_many_tokens_on_every_rank():
     found = peakcast.dryrun(train, "A100-80GB", rank=1, world_size=4)
     said = [one.sentence for one in found.answer.findings if one.code == "value_assumed"]
     assert len(said) == 2  # each of the two lines that read them
-    assert all("test_values.py:" in sentence and "equally many" in sentence for sentence in said)
+    assert all("test_values.py:" in sentence and "equally often" in sentence for sentence in said)
 
 
 def test_zeros_are_known_until_a_view_of_them_is_written():
