@@ -101,7 +101,7 @@ def _of_environment(lines: Sequence[str]) -> str:
     if (found := VARIABLE.match(last)) is not None and any("environ" in line for line in lines):
         return f"It reads the environment variable {found['name']}: put {found['name']}=... before the command."
     if "Default process group has not been initialized" in last:
-        return "It is written for several ranks: put the launcher before it that it has in a run (torchrun --nproc-per-node 8)."
+        return "It is written for several ranks: put its launcher before it, such as torchrun --nproc-per-node 8."
     if last.startswith("EOFError") and any(
         "input(" in line or "stdin" in line or "EOF when reading" in line for line in lines
     ):

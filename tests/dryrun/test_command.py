@@ -297,7 +297,7 @@ def test_an_error_between_libraries_names_them():
     handled = ["Traceback (most recent call last):", library.format("bitsandbytes"), "OSError: no library"]
     again = [*handled, "Traceback (most recent call last):", own, library.format("torch"), "    linear(x)"]
     assert "torch, as the script calls it" in hint([*again, "RuntimeError: x"])
-    assert "put the launcher before it" in hint([*again, "ValueError: Default process group has not been initialized, x"])
+    assert "put its launcher before it" in hint([*again, "ValueError: Default process group has not been initialized, x"])
     assert hint([own, library.format("torch"), "    linear(x)", "RuntimeError: x"]).startswith(
         "It was raised in torch, as the script calls it: if that trains on a GPU"
     )
