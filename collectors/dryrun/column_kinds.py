@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peakcast.collectors.dryrun.file_rows import TURNS, conversation
+from peakcast.core.errors import SpecError
 
 NUMBERS = ("label", "labels", "target", "score", "idx", "id", "index", "fine_label", "coarse_label")
 """Columns with numbers, which are 0 in every row."""
@@ -20,6 +21,9 @@ TAGS = re.compile(r"\w+_tags|tags")
 """Columns with a number for each word: ner_tags, pos_tags, chunk_tags."""
 INDICES = ("input_ids", "attention_mask")
 """Columns of a text that has been tokenized; 1 is a token of every tokenizer."""
+QUESTIONS = ("question", "context", "answers")
+"""Columns with a question about a text and the answers to it, as SQuAD has them."""
+AUDIO = ("audio", "speech")
 TRANSLATION = "translation"
 """The column with a text in several languages, as WMT's datasets have it."""
 LANGUAGE = re.compile(r"[a-z]{2,3}([-_][A-Za-z]{2,4})?")
@@ -29,12 +33,20 @@ IMAGE_SIDE = 256
 
 
 def is_listed(name: str) -> bool:
-    """Whether scripts ask for a column of this name only if they train on data of that kind: words, tags, translations."""
-    return name in (*WORDS, TRANSLATION) or TAGS.fullmatch(name) is not None
+    """Whether scripts ask for a column of this name only if they train on data of that kind: words, tags, translations,
+    questions."""
+    return name in (*WORDS, *QUESTIONS, TRANSLATION) or TAGS.fullmatch(name) is not None
 
 
 def values(name: str, lengths: Sequence[int], languages: Sequence[str] = ()) -> list[Any]:
-    """The values of column `name` in rows of `lengths` words; `languages`: those of a translation."""
+    """The values of column `name` in rows of `lengths` words; `languages`: those of a translation. Raises: SpecError for
+    audio."""
+    if name in AUDIO:
+        raise SpecError(
+            f"no rows stand in for audio, which the column {name!r} has: put some 64 recordings as long as those that it "
+            "trains on where the script looks for its data; only their lengths count.",
+            parameter=name,
+        )
     if name in NUMBERS:
         return [0] * len(lengths)
     if name == "answers":
@@ -65,6 +77,8 @@ def kind(module: Any, name: str) -> Any:
         return module.Sequence(module.ClassLabel(names=["0", "1"]))
     if name in WORDS:
         return module.Sequence(module.Value("string"))
+    if name in AUDIO:
+        return module.Audio()
     return module.Image() if name in IMAGES else module.Value("string")
 
 

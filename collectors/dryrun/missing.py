@@ -36,7 +36,7 @@ BY_SUFFIX = {
 WRITERS = {".json": "to_json", ".parquet": "to_parquet", ".csv": "to_csv"}
 
 
-PACKAGE = re.compile(r".*No module named '(?P<name>[\w.]+)'")
+PACKAGE = re.compile(r".*No (module named '|package metadata was found for )(?P<name>[\w.-]+)")
 EXTENSION = re.compile(r"(_cuda|_cuda_lib|_C|_ext|_kernels?)$|^(amp_C|rotary_emb|dropout_layer_norm)$")
 """Names of modules that are compiled for a GPU: selective_scan_cuda, causal_conv1d_cuda, xentropy_cuda_lib."""
 VARIABLE = re.compile(r"KeyError: '(?P<name>[A-Z][A-Z0-9_]*)'")
@@ -61,6 +61,8 @@ KERNELS = ("flash_attn", "flash_attn_interface", "kernels", "triton")
 def hint(lines: Sequence[str]) -> str:
     """What is missing according to the last `lines` that a failed script printed, and the way out; "" if that is not
     known."""
+    if _last(lines).startswith("peakcast.core.errors."):  # says so itself
+        return ""
     looks = (_of_networks, _of_programs, _of_environment, _of_releases, _of_operators, _of_files, _of_network, _of_packages)
     said = next(filter(None, (look(lines) for look in looks)), "")
     unsloth = UNSLOTH if any(IMPORTS_UNSLOTH.search(line) for line in lines) else ""
@@ -260,6 +262,8 @@ def _of_files(lines: Sequence[str]) -> str:
         return ""
     path = found["quoted"] or found["bare"].rstrip(".,;:")
     near = lines[-4:]
+    if PurePosixPath(path).name == "config.json":
+        return f"{path} is not here; put there that of the network, as the hub has it (a few lines, without weights)."
     suffix = PurePosixPath(path.rstrip("*")).suffix.lower()
     if not suffix and any("json.load(" in line for line in near):
         suffix = ".json"

@@ -17,6 +17,7 @@ from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.synthetic_rows import Rows
 from peakcast.collectors.stacks.parts import quantized_fakes
 from peakcast.collectors.tracing.imports import when_imported
+from peakcast.core import versions
 
 FEWEST_WORDS = 256
 """A tokenizer of the hub with fewer words was not really downloaded."""
@@ -27,6 +28,9 @@ HUB_KEYWORDS = {
 }
 """Arguments of `from_pretrained` about how a file is downloaded."""
 DTYPE_KEYWORDS = ("dtype", "torch_dtype")
+DTYPE_KEYWORD, AS_PUBLISHED = (4, 56), (5, 0)
+"""Releases of transformers from which on `_from_config` calls it `dtype` (before, `torch_dtype`), and `from_pretrained`
+loads weights as they were published if it is not given (before, in float32): modeling_utils.py of 4.48.1 and 5.17.0."""
 SPLIT_KEYWORDS = ("distributed_config", "tp_plan", "tp_size")
 """Arguments of `from_pretrained` that split a network over the ranks."""
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -68,12 +72,9 @@ class Stand:
             if hasattr(config, key) and key not in (*DTYPE_KEYWORDS, "attn_implementation"):
                 setattr(config, key, value)
         quantizer = quantizer_of(name, config, keywords)
-        dtype = keywords.get("dtype", keywords.get("torch_dtype", "auto"))
-        if dtype in (None, "auto"):
-            dtype = getattr(config, "dtype", None) or _dtype_of(name)
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         attention = {key: keywords[key] for key in ("attn_implementation",) if keywords.get(key)}
-        network = cls._from_config(config, *arguments, dtype=dtype or torch.float32, **attention)
+        dtype = {"dtype" if _is_from(DTYPE_KEYWORD) else "torch_dtype": _dtype(name, config, keywords)}
+        network = cls._from_config(config, *arguments, **dtype, **attention)
         network.eval()
         network.name_or_path = name
         place, mesh = keywords.get("device_map"), None
@@ -233,6 +234,25 @@ def _with_class(config: Any) -> Any:
         if config.architectures is None and config.model_type in table:
             config.architectures = [table[config.model_type]]
     return config
+
+
+def _is_from(release: tuple[int, ...]) -> bool:
+    """Whether the transformers that is installed is of `release` or newer."""
+    import transformers
+
+    return (versions.release(transformers.__version__) or release) >= release
+
+
+def _dtype(name: str, config: Any, keywords: dict[str, Any]) -> Any:
+    """The dtype in which `from_pretrained` loads the network called `name`."""
+    import torch
+
+    asked = next((keywords[key] for key in DTYPE_KEYWORDS if keywords.get(key) is not None), None)
+    if asked is None and not _is_from(AS_PUBLISHED):
+        return torch.get_default_dtype()
+    if asked in (None, "auto"):
+        asked = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or _dtype_of(name)
+    return (getattr(torch, asked) if isinstance(asked, str) else asked) or torch.float32
 
 
 def _dtype_of(name: str) -> str | None:

@@ -58,6 +58,8 @@ class ScriptSteps:
         """Whether what a network returned, beside the loss, still exists when the optimizer steps."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._enough = enough
+        self._widest = 0
+        """Length of the vectors of the embedding from which `tokens` are."""
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
         self._depth = 0
@@ -153,10 +155,17 @@ class ScriptSteps:
             self.autocast = torch.get_autocast_dtype("cuda")
         trains = torch.is_grad_enabled()  # batches of an evaluation do not count
         if trains and isinstance(part, torch.nn.Embedding) and inputs and isinstance(inputs[0], torch.Tensor):
-            shape = _shape(inputs[0])
+            self._saw_tokens(part.embedding_dim, _shape(inputs[0]))
+        self.tracer._enter(part, self._names)
+
+    def _saw_tokens(self, width: int, shape: tuple[int, ...]) -> None:
+        """Note what an embedding got that gives vectors of `width` numbers. The widest one is that of tokens: T5 has a
+        narrower one for the distances of all pairs of positions."""
+        if width > self._widest:
+            self._widest, self.tokens = width, ()
+        if width == self._widest:
             self.tokens = max(self.tokens, shape, key=math.prod) if self.tokens else shape
             self.lengths.saw(shape[-1] if shape else 1)
-        self.tracer._enter(part, self._names)
 
     def _goes_on(self, network: torch.nn.Module) -> bool:
         """Whether to go on with an outermost forward of `network` although enough steps have ended."""

@@ -174,6 +174,8 @@ def test_the_command_line_says_soon_what_it_does_and_answers_as_predict(tmp_path
             "FileNotFoundError: [Errno 2] No such file or directory: 'data/a.jsonl'",
             "data/a.jsonl is not here; put there 64 lines",
         ),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'a/config.json'", "put there that of the network"),
+        ("importlib.metadata.PackageNotFoundError: No package metadata was found for trl", "(pip install trl)"),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'a.parquet'", "to_parquet('a.parquet')"),
         (
             "subprocess.CalledProcessError: Command '['mkdir', 'out']' returned non-zero exit status 1.",
@@ -294,6 +296,7 @@ def test_an_error_between_libraries_names_them():
         "It was raised in torch, called by titan. If the run has other releases"
     )
     assert hint([*frames, own, "ValueError: x"]) == ""
+    assert hint([*frames, "peakcast.core.errors.SpecError: no rows stand in for audio"]) == ""
     handled = ["Traceback (most recent call last):", library.format("bitsandbytes"), "OSError: no library"]
     again = [*handled, "Traceback (most recent call last):", own, library.format("torch"), "    linear(x)"]
     assert "torch, as the script calls it" in hint([*again, "RuntimeError: x"])

@@ -369,3 +369,32 @@ def test_the_own_rows_of_a_script_get_no_columns():
     for read in (mapped, lambda: own[0]["prompt"], lambda: own["prompt"][0]):
         with pytest.raises((KeyError, ValueError)):
             read()
+
+
+@pytest.mark.parametrize(
+    ("release", "asked", "dtype"),
+    [
+        ("4.48.1", {}, "float32"),
+        ("4.48.1", {"torch_dtype": "auto"}, "bfloat16"),
+        ("4.57.0", {"dtype": "float16"}, "float16"),
+        ("5.17.0", {}, "bfloat16"),
+        ("5.17.0", {"torch_dtype": "float32"}, "float32"),
+    ],
+)
+def test_weights_have_the_dtype_in_which_the_release_of_transformers_loads_them(monkeypatch, release, asked, dtype):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from peakcast.collectors.dryrun.pretrained import _dtype
+
+    monkeypatch.setattr(transformers, "__version__", release)
+    assert _dtype("a/network", SimpleNamespace(dtype=torch.bfloat16), asked) is getattr(torch, dtype)
+
+
+def test_the_widest_embedding_gets_the_tokens():
+    pytest.importorskip("torch")
+    from peakcast.collectors.dryrun.lengths import StepLengths
+    from peakcast.collectors.dryrun.steps import ScriptSteps
+
+    steps = SimpleNamespace(_widest=0, tokens=(), lengths=StepLengths())
+    for width, shape in ((8, (4096, 4096)), (512, (8, 1024)), (8, (1024, 1024)), (512, (16, 1024)), (512, (1, 1024))):
+        ScriptSteps._saw_tokens(steps, width, shape)
+    assert steps.tokens == (16, 1024)
