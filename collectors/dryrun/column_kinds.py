@@ -23,6 +23,8 @@ INDICES = ("input_ids", "attention_mask")
 """Columns of a text that has been tokenized; 1 is a token of every tokenizer."""
 QUESTIONS = ("question", "context", "answers")
 """Columns with a question about a text and the answers to it, as SQuAD has them."""
+MOST_IN_A_QUESTION = 32
+"""Words of a question: a text is cut to what is left of the longest sequence beside it."""
 AUDIO = ("audio", "speech")
 TRANSLATION = "translation"
 """The column with a text in several languages, as WMT's datasets have it."""
@@ -65,7 +67,7 @@ def _value(name: str, length: int, languages: Sequence[str]) -> Any:
         return [1] * length
     if TAGS.fullmatch(name):
         return [0] * length
-    text = " ".join(["word"] * length)
+    text = " ".join(["word"] * (min(length, MOST_IN_A_QUESTION) if name == "question" else length))
     return dict.fromkeys(languages, text) if name == TRANSLATION else text
 
 

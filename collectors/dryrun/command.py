@@ -26,9 +26,10 @@ LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",
-    "accelerate.commands.launch": "accelerate",
+    "accelerate.commands.launch": "accelerate launch",
+    "accelerate.commands.accelerate_cli": "accelerate",
 }
-"""Module that `python -m` runs -> the launcher."""
+"""Module that `python -m` runs -> the launcher's words."""
 SWITCHES = LAUNCHER_SWITCHES | {"debug", "quiet", "use_megatron_lm", "tpu", "cpu", "dynamo_use_fullgraph", "no_ssh"}
 """Flags of launchers without a value."""
 PER_NODE = {"torchrun": ("nproc_per_node",), "deepspeed": ("num_gpus",), "accelerate": ()}
@@ -132,7 +133,7 @@ def _read(words: list[str], variables: Sequence[str]) -> TrainingCommand:
         if words[:1] == ["-m"] and len(words) > 1:
             if words[1] not in MODULES:
                 return TrainingCommand(script=words[1], arguments=tuple(words[2:]), as_module=True, python=python)
-            words = [MODULES[words[1]], *words[2:]]
+            words = [*MODULES[words[1]].split(), *words[2:]]
         else:
             return replace(_script(words), python=python)
     if "/" in words[0]:

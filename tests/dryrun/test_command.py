@@ -35,6 +35,8 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "plain_loop.py")
         ("python -m torch.distributed.run --nproc-per-node 2 {}", 2, 2, True),
         ("accelerate launch --multi_gpu --num_processes 16 --num_machines 2 {}", 16, 8, True),
         ("accelerate launch {}", 1, 1, True),
+        ("python -m accelerate.commands.launch --num_processes 4 {}", 4, 4, True),
+        ("python -m accelerate.commands.accelerate_cli launch --num_processes 4 {}", 4, 4, True),
         ("deepspeed --num_gpus 4 {} --deepspeed ds.json", 4, 4, True),
         ("OMP_NUM_THREADS=1 torchrun {}", 1, 1, True),
     ],

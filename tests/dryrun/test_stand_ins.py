@@ -351,6 +351,9 @@ def test_words_tags_translations_and_images_are_of_their_kind():
         return {"pairs": [(one["de"], one["en"]) for one in some["translation"]]}
 
     assert len(rows.map(pairs, batched=True)[0]["pairs"]) == 2
+    asked = found["test"]
+    assert "question" in asked.column_names
+    assert asked.map(lambda row: {"texts": [row["question"], row["context"], row["answers"]["text"][0]]})
     assert rows.map(lambda row: {"side": row["image"].size[0]})[0]["side"] == 256
     assert [row["prompt"] for row in rows.__getitems__([0, 1])] == ["word word word word"] * 2
     found["validation_matched"]
