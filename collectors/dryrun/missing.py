@@ -63,8 +63,9 @@ def hint(lines: Sequence[str]) -> str:
     known."""
     if _last(lines).startswith("peakcast.core.errors."):  # says so itself
         return ""
-    looks = (_of_networks, _of_programs, _of_environment, _of_releases, _of_operators, _of_files, _of_network, _of_packages)
+    looks = (_of_networks, _of_programs, _of_environment, _of_releases, _of_operators, _of_files, _of_network)
     said = next(filter(None, (look(lines) for look in looks)), "")
+    said = said or _of_rows(lines) or _of_packages(lines)
     unsloth = UNSLOTH if any(IMPORTS_UNSLOTH.search(line) for line in lines) else ""
     return " ".join(filter(None, (said, unsloth)))
 
@@ -232,6 +233,19 @@ def _of_operators(lines: Sequence[str]) -> str:
     else:
         why, way = "whose result is as large as only a run with values knows", "have the script take a fixed size there"
     return f"{where} {operator}, {why}; {way}."
+
+
+MADE_UP = re.compile(r"peakcast: (?P<sentence>the data of .* is not here: .* stood in \(--length\))\.")
+
+
+def _of_rows(lines: Sequence[str]) -> str:
+    found = [match["sentence"] for line in lines if (match := MADE_UP.fullmatch(line.strip())) is not None]
+    if not found:
+        return ""
+    return (
+        f"{found[-1][0].upper()}{found[-1][1:]}: if the error is about what rows hold, put some 64 of your own there, as "
+        "long as those that it trains on."
+    )
 
 
 REFUSED = re.compile(r"(subprocess\.)?CalledProcessError: (?P<command>Command .*) returned non-zero")

@@ -21,6 +21,8 @@ from peakcast.core import versions
 
 FEWEST_WORDS = 256
 """A tokenizer of the hub with fewer words was not really downloaded."""
+STOOD_IN = "stood in (--length)"
+"""End of the sentence about data that is made up."""
 SPLITS = ("train", "test", "validation")
 HUB_KEYWORDS = {
     *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "user_agent"),
@@ -150,7 +152,7 @@ class Stand:
                 if Path(str(name)).is_dir() or not hasattr(fetched, "vocab_size") or len(fetched) > FEWEST_WORDS:
                     return fetched
             self._say(f"the tokenizer of {name} is not in the cache here: one stood in that made a token of each word.")
-            return _words_tokenizer(_num_words(name))
+            return _words_tokenizer(_of_the_network(name, "vocab_size"), _of_the_network(name, "max_position_embeddings"))
 
         auto.from_pretrained = classmethod(from_pretrained)
 
@@ -167,7 +169,7 @@ class Stand:
                 files = _names(keywords.get("data_files"))
                 if Path(path).exists() or any(Path(file).exists() for file in files):
                     raise
-                self._say(f"the data of {files[0] if files else path} is not here: {self._rows} stood in (--length).")
+                self._say(f"the data of {files[0] if files else path} is not here: {self._rows} {STOOD_IN}.")
                 if split is None or isinstance(split, dict):
                     return self._rows.splits(module, split or SPLITS)
                 rows = self._rows.made(module)
@@ -273,17 +275,23 @@ CHAT_TOKENS = (
 """Tokens that commands and chat templates name: those of Qwen, Llama 3, Gemma, Phi and Mistral."""
 
 
-def _num_words(name: Any) -> int:
-    """The number of words of the network called `name`, as many as scripts resize embeddings to; 0 if that is not known."""
+def _of_the_network(name: Any, size: str) -> int:
+    """A `size` of the network called `name`: the number of words, as many as scripts resize embeddings to, or of positions.
+    0 if that is not known."""
     from transformers import AutoConfig
 
-    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
-        return int(AutoConfig.from_pretrained(name).get_text_config().vocab_size)
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        return int(getattr(AutoConfig.from_pretrained(name).get_text_config(), size))
     return 0
 
 
-def _words_tokenizer(size: int) -> Any:
-    """A tokenizer of at least `size` words, one of which is "word"; each blank ends a token."""
+MOST_WORDS = 2**20
+"""Words that a text may have, unless the network has fewer positions."""
+
+
+def _words_tokenizer(size: int, positions: int = 0) -> Any:
+    """A tokenizer of at least `size` words, one of which is "word"; each blank ends a token. `positions`: the most of a
+    text that are kept where it is cut and no other number is given."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -303,7 +311,7 @@ def _words_tokenizer(size: int) -> Any:
 
     made = WordsTokenizer(tokenizer_object=words, **TOKENS)
     made.chat_template = "{% for message in messages %}{{ message['content'] }} </s>{% endfor %}"
-    made.model_max_length = 2**20
+    made.model_max_length = positions or MOST_WORDS
     return made
 
 

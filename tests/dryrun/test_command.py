@@ -298,6 +298,8 @@ def test_an_error_between_libraries_names_them():
         "It was raised in torch, called by titan. If the run has other releases"
     )
     assert hint([*frames, own, "ValueError: x"]) == ""
+    rows = "peakcast: the data of a/b is not here: 512 rows of 8 words stood in (--length)."
+    assert hint([rows, *frames, "ValueError: x"]).startswith("The data of a/b is not here: 512 rows of 8 words stood in")
     assert hint([*frames, "peakcast.core.errors.SpecError: no rows stand in for audio"]) == ""
     handled = ["Traceback (most recent call last):", library.format("bitsandbytes"), "OSError: no library"]
     again = [*handled, "Traceback (most recent call last):", own, library.format("torch"), "    linear(x)"]

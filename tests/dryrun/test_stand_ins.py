@@ -226,6 +226,8 @@ def test_a_tokenizer_that_stands_in_has_as_many_words_and_the_tokens_of_chats():
     assert made.mask_token_id is not None
     assert made("word word")["input_ids"] == [made.get_vocab()["word"]] * 2
     assert len(_words_tokenizer(0)) < 64
+    cut = _words_tokenizer(0, positions=512)("word " * 600, truncation=True)  # as bert's own tokenizer, which has 512
+    assert len(cut["input_ids"]) == 512
 
 
 def test_a_tokenizer_that_stands_in_cuts_pairs_of_long_texts():
