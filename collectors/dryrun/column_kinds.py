@@ -13,8 +13,8 @@ from peakcast.core.errors import SpecError
 
 NUMBERS = ("label", "labels", "target", "score", "idx", "id", "index", "fine_label", "coarse_label")
 """Columns with numbers, which are 0 in every row."""
-ANSWERS = {"text": ["word"], "answer_start": [0]}
-"""The answers to a question about a text, as SQuAD has them."""
+ANSWERS = {"text": ["word"], "answer_start": [len("word ")]}
+"""The answers to a question about a text, as SQuAD has them, with a word before them, as scripts look for one."""
 WORDS = ("tokens", "words")
 """Columns with a text that is split into words, as datasets of token classification have it."""
 TAGS = re.compile(r"\w+_tags|tags")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import runpy
@@ -34,6 +35,7 @@ def main(question: Mapping[str, Any]) -> NoReturn:
         os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: a forked process has no threads
     os.environ.pop("PYTHONSAFEPATH", None)  # this process's own, not that of programs that the script starts
     import_for_good(LIBRARIES)
+    gc.freeze()  # every step ends with a collection, which would go through all that these libraries hold
     from peakcast.collectors.dryrun.session import Session
     from peakcast.collectors.dryrun.walked import WalkedSession
 

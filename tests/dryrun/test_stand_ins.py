@@ -329,7 +329,7 @@ def test_any_split_has_rows_with_conversations_answers_and_the_form_of_a_stream(
     mapped = found.map(lambda row: {"words": sum(len(turn["content"].split()) for turn in row["messages"])})
     assert len(mapped["train_sft"]) == NUM_ROWS
     assert mapped["test_gen"][0]["words"] == 4
-    assert found["train"].shuffle(seed=1, buffer_size=10)[0]["answers"]["answer_start"] == [0]
+    assert found["train"].shuffle(seed=1, buffer_size=10)[0]["answers"]["answer_start"] == [5]
     with pytest.raises(KeyError):
         datasets.DatasetDict(mine=found["train"])["train"]  # the script's own
 
