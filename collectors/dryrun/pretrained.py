@@ -152,7 +152,11 @@ class Stand:
                 if Path(str(name)).is_dir() or not hasattr(fetched, "vocab_size") or len(fetched) > FEWEST_WORDS:
                     return fetched
             self._say(f"the tokenizer of {name} is not in the cache here: one stood in that made a token of each word.")
-            return _words_tokenizer(_of_the_network(name, "vocab_size"), _of_the_network(name, "max_position_embeddings"))
+            made = _words_tokenizer(_of_the_network(name, "vocab_size"), _of_the_network(name, "max_position_embeddings"))
+            for setting, value in keywords.items():
+                if value is not None and (setting in OF_TOKENIZERS or setting in TOKENS):
+                    setattr(made, setting, value)
+            return made
 
         auto.from_pretrained = classmethod(from_pretrained)
 
@@ -267,6 +271,8 @@ def _dtype_of(name: str) -> str | None:
 
 
 TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "mask_token": "<mask>"}
+OF_TOKENIZERS = ("model_max_length", "padding_side", "truncation_side")
+"""Settings of tokenizers that scripts give to `from_pretrained`, beside tokens."""
 CHAT_TOKENS = (
     *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"),
     *("<|start_header_id|>", "<|end_header_id|>", "<|finetune_right_pad_id|>", "<start_of_turn>", "<end_of_turn>"),

@@ -230,6 +230,23 @@ def test_a_tokenizer_that_stands_in_has_as_many_words_and_the_tokens_of_chats():
     assert len(cut["input_ids"]) == 512
 
 
+def test_a_tokenizer_that_stands_in_has_the_settings_that_it_is_asked_for():
+    pytest.importorskip("transformers")
+    from peakcast.collectors.dryrun.pretrained import Stand
+
+    class Absent:
+        @classmethod
+        def from_pretrained(cls, name, **_):
+            raise OSError(name)
+
+    said = []
+    Stand._in_auto(SimpleNamespace(_say=said.append), Absent)
+    made = Absent.from_pretrained("a/b", model_max_length=64, padding_side="left", pad_token="[PAD]", use_fast=True)
+    assert (made.model_max_length, made.padding_side, made.pad_token) == (64, "left", "[PAD]")
+    assert len(made("word " * 100, truncation=True)["input_ids"]) == 64
+    assert said
+
+
 def test_a_tokenizer_that_stands_in_cuts_pairs_of_long_texts():
     pytest.importorskip("transformers")
     from peakcast.collectors.dryrun.pretrained import _words_tokenizer

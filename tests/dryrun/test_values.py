@@ -263,3 +263,13 @@ def test_small_weights_on_the_cpu_stay_fake_in_another_dtype():
             optimizer.zero_grad()
 
     assert peakcast.dryrun(train, "H100-80GB").job.precision.parameters == "float32"
+
+
+def test_known_values_do_not_need_what_zero_init_replaces(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from peakcast.collectors.tracing.known_values import KnownValuesMode, value_of
+
+    with KnownValuesMode():
+        made = torch.ones(4)
+    monkeypatch.setattr(torch, "full", lambda *_, **__: pytest.fail("it makes tensors on the GPU"))
+    assert value_of(made).tolist() == [1.0] * 4
