@@ -102,6 +102,7 @@ class ScriptSteps:
         """Timelines of the first step, of the later step with most bytes, and of the whole "run". If a script has
         evaluated, an evaluation after its last step is added, with everything that exists then."""
         self._name_unmet()
+        self._name_lasting()
         again = self.evaluations.fullest()
         later = [self.tracer.timeline(*span) for span in self.spans[1:-1]]
         last = self.tracer.timeline(*self.spans[-1], again)
@@ -199,6 +200,16 @@ class ScriptSteps:
             held = vars(module).get("_parameters") or {}
             named = ((f"{type(module).__name__}.{name}", one) for name, one in held.items() if one is not None)
             self.tracer.name(named, Category.PARAMETERS)
+
+    def _name_lasting(self) -> None:
+        """Tensors without a name that are there from before the first forward until the last step are no step's inputs:
+        buffers of networks, and of DeepSpeed for gradients."""
+        begin, end = self.spans[-1]
+        last = begin or end
+        for number, (name, _, born, dies, _) in self.tracer._entries.items():
+            made_before = born < len(self.tracer._phases) and self.tracer._phases[born] == Phase.INIT
+            if made_before and (dies is None or dies >= last) and number not in self.tracer._named:
+                self.tracer._named[number] = (Category.OTHER, name)
 
     def _step_begins(self, optimizer: Any, *_: Any) -> None:
         if not any(optimizer is one for one in self.optimizers):

@@ -48,16 +48,22 @@ def test_a_teacher_that_a_wrapper_keeps_in_a_list_has_weights():
                 return nn.functional.mse_loss(self.student(rows), wanted)
 
         network = Distills()
+        bucket = torch.empty(1000, WIDTH, device="cuda")
         optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
         for _ in range(3):
             network(torch.ones(8, 64, device="cuda")).backward()
             optimizer.step()
             optimizer.zero_grad()
+        assert bucket.is_cuda
 
     found = peakcast.dryrun(train, "A100-80GB")
+    lasting = 4 * 1000 * WIDTH
+    assert found.answer.composition["other"] == pytest.approx(lasting, abs=4 * 512)
+    assert "inputs" not in found.answer.composition
     held = 4 * (2 * 65 * WIDTH + 257 * WIDTH)
     assert found.answer.composition["parameters"] == pytest.approx(held, abs=4 * 512)
     assert any(name.startswith("Linear.weight") for name in found.timelines["run"].names)
+    assert found.answer.steady_state_bytes > held + lasting
 
 
 def test_products_that_compiled_code_calls_take_a_workspace_as_others_do():
