@@ -160,7 +160,7 @@ def _kill(group: int) -> None:
             time.sleep(POLL_SECONDS)
 
 
-class Process(NamedTuple):
+class ListedProcess(NamedTuple):
     """A process that Linux lists."""
 
     number: int
@@ -170,13 +170,13 @@ class Process(NamedTuple):
     session: int
 
 
-def processes() -> Iterator[Process]:
+def processes() -> Iterator[ListedProcess]:
     """The processes that Linux lists now."""
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
             after_name = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             state, parent, group, session = after_name[:4]  # proc(5)
-            yield Process(int(folder.name), state, int(parent), int(group), int(session))
+            yield ListedProcess(int(folder.name), state, int(parent), int(group), int(session))
 
 
 def die_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
