@@ -19,7 +19,7 @@ from peakcast.collectors.dryrun.noted import DIRECTLY, RunFindings, asker
 
 REPORTERS = (
     *("wandb", "tensorboardX", "mlflow", "comet_ml", "neptune", "swanlab", "trackio", "clearml", "aim"),
-    *("evaluate", "colorama", "termcolor", "watermark", "dotenv"),
+    *("evaluate", "nltk", "rouge_score", "sacrebleu", "seqeval", "jiwer", "colorama", "termcolor", "watermark", "dotenv"),
 )
 """Packages whose functions may do nothing: loggers, metrics, colours and files of settings."""
 TOKENIZER = "tiktoken"

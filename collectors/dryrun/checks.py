@@ -26,6 +26,16 @@ def expected(frame: FrameType | None) -> bool | None:
     return ("IF_TRUE" in steps[jump].opname) == goes_on
 
 
+def expected_to_contain(frame: FrameType | None) -> bool:
+    """Whether the condition that `frame` is at, `x in y` or `x not in y`, raises an error unless `y` has `x`."""
+    holds = expected(frame)
+    if frame is None or holds is None:
+        return False
+    steps = (step for step in dis.get_instructions(frame.f_code) if step.offset == frame.f_lasti)
+    inverts = next((step.arg == 1 for step in steps if step.opname == "CONTAINS_OP"), False)
+    return holds != inverts
+
+
 def _is_condition(step: dis.Instruction) -> bool:
     return "JUMP" in step.opname and ("IF_TRUE" in step.opname or "IF_FALSE" in step.opname)
 

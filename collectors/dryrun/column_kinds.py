@@ -9,17 +9,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from peakcast.collectors.dryrun.file_rows import TURNS, conversation
+from peakcast.core.errors import SpecError
 
 NUMBERS = ("label", "labels", "target", "score", "idx", "id", "index", "fine_label", "coarse_label")
 """Columns with numbers, which are 0 in every row."""
-ANSWERS = {"text": ["word"], "answer_start": [0]}
-"""The answers to a question about a text, as SQuAD has them."""
+ANSWERS = {"text": ["word"], "answer_start": [len("word ")]}
+"""The answers to a question about a text, as SQuAD has them, with a word before them, as scripts look for one."""
 WORDS = ("tokens", "words")
 """Columns with a text that is split into words, as datasets of token classification have it."""
 TAGS = re.compile(r"\w+_tags|tags")
 """Columns with a number for each word: ner_tags, pos_tags, chunk_tags."""
 INDICES = ("input_ids", "attention_mask")
 """Columns of a text that has been tokenized; 1 is a token of every tokenizer."""
+QUESTIONS = ("question", "context", "answers")
+"""Columns with a question about a text and the answers to it, as SQuAD has them."""
+MOST_IN_A_QUESTION = 32
+"""Words of a question: a text is cut to what is left of the longest sequence beside it."""
+AUDIO = ("audio", "speech")
 TRANSLATION = "translation"
 """The column with a text in several languages, as WMT's datasets have it."""
 LANGUAGE = re.compile(r"[a-z]{2,3}([-_][A-Za-z]{2,4})?")
@@ -29,12 +35,20 @@ IMAGE_SIDE = 256
 
 
 def is_listed(name: str) -> bool:
-    """Whether scripts ask for a column of this name only if they train on data of that kind: words, tags, translations."""
-    return name in (*WORDS, TRANSLATION) or TAGS.fullmatch(name) is not None
+    """Whether scripts ask for a column of this name only if they train on data of that kind: words, tags, translations,
+    questions."""
+    return name in (*WORDS, *QUESTIONS, TRANSLATION) or TAGS.fullmatch(name) is not None
 
 
 def values(name: str, lengths: Sequence[int], languages: Sequence[str] = ()) -> list[Any]:
-    """The values of column `name` in rows of `lengths` words; `languages`: those of a translation."""
+    """The values of column `name` in rows of `lengths` words; `languages`: those of a translation. Raises: SpecError for
+    audio."""
+    if name in AUDIO:
+        raise SpecError(
+            f"no rows stand in for audio, which the column {name!r} has: put some 64 recordings as long as those that it "
+            "trains on where the script looks for its data; only their lengths count.",
+            parameter=name,
+        )
     if name in NUMBERS:
         return [0] * len(lengths)
     if name == "answers":
@@ -53,7 +67,7 @@ def _value(name: str, length: int, languages: Sequence[str]) -> Any:
         return [1] * length
     if TAGS.fullmatch(name):
         return [0] * length
-    text = " ".join(["word"] * length)
+    text = " ".join(["word"] * (min(length, MOST_IN_A_QUESTION) if name == "question" else length))
     return dict.fromkeys(languages, text) if name == TRANSLATION else text
 
 
@@ -65,6 +79,8 @@ def kind(module: Any, name: str) -> Any:
         return module.Sequence(module.ClassLabel(names=["0", "1"]))
     if name in WORDS:
         return module.Sequence(module.Value("string"))
+    if name in AUDIO:
+        return module.Audio()
     return module.Image() if name in IMAGES else module.Value("string")
 
 

@@ -26,9 +26,10 @@ LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",
-    "accelerate.commands.launch": "accelerate",
+    "accelerate.commands.launch": "accelerate launch",
+    "accelerate.commands.accelerate_cli": "accelerate",
 }
-"""Module that `python -m` runs -> the launcher."""
+"""Module that `python -m` runs -> the launcher's words."""
 SWITCHES = LAUNCHER_SWITCHES | {"debug", "quiet", "use_megatron_lm", "tpu", "cpu", "dynamo_use_fullgraph", "no_ssh"}
 """Flags of launchers without a value."""
 PER_NODE = {"torchrun": ("nproc_per_node",), "deepspeed": ("num_gpus",), "accelerate": ()}
@@ -83,13 +84,15 @@ def read_command(command: Sequence[str], ranks_of_job: int | None = None) -> Tra
 
 def _after_others(words: list[str]) -> list[str]:
     """`words` without programs that run the rest of the command (nice, timeout, pdm run): if the first word is unknown, the
-    words from the first one that is Python, a launcher or a Python file."""
+    words from the first one that is Python or a launcher; after `RUNNERS`, also a Python file. Other programs copy, show or
+    delete it."""
     first = words[0] if words else ""
+    runs = os.path.basename(first) in RUNNERS
     if os.path.basename(first) in SUBMITTERS:
         return words
-    if os.path.basename(first) not in RUNNERS and (_begins(first) or _is_shell(first) or is_file(first) or _tool(first)):
+    if not runs and (_begins(first) or _is_shell(first) or is_file(first) or _tool(first)):
         return words
-    at = next((number for number, word in enumerate(words) if _begins(word)), 0)
+    at = next((number for number, word in enumerate(words) if _begins(word) and (runs or not word.endswith(".py"))), 0)
     return words[at:]
 
 
@@ -130,12 +133,14 @@ def _read(words: list[str], variables: Sequence[str]) -> TrainingCommand:
         if words[:1] == ["-m"] and len(words) > 1:
             if words[1] not in MODULES:
                 return TrainingCommand(script=words[1], arguments=tuple(words[2:]), as_module=True, python=python)
-            words = [MODULES[words[1]], *words[2:]]
+            words = [*MODULES[words[1]].split(), *words[2:]]
         else:
             return replace(_script(words), python=python)
+    if "/" in words[0]:
+        python = _of_program(words[0]) or python
     if os.path.basename(words[0]) in LAUNCHERS:
         return replace(_launched(os.path.basename(words[0]), words[1:]), python=python)
-    return _script(words)
+    return replace(_script(words), python=python)
 
 
 def _is_shell(word: str) -> bool:
@@ -203,6 +208,13 @@ def _interpreter(word: str) -> str:
     if not is_file(word):
         raise SpecError(f"command={word!r}: there is no such interpreter; check the path.", parameter="command", value=word)
     return word
+
+
+def _of_program(word: str) -> str:
+    """The interpreter of a console script that a command names by its path (/env/bin/torchrun); "" for other files."""
+    first = first_bytes(Path(word), 200).split(b"\n")[0].decode(errors="replace") if is_file(word) else ""
+    interpreter = first.removeprefix("#!").strip()
+    return interpreter if first.startswith("#!/") and PYTHON.fullmatch(interpreter) and is_file(interpreter) else ""
 
 
 def _after_options(words: list[str]) -> list[str]:

@@ -17,6 +17,9 @@ from peakcast.collectors.tracing.imports import when_imported
 BY_ITSELF = frozenset({"peakcast", "requests", "urllib"})
 """Packages between a line of the script and a download that it makes."""
 
+OF_THE_HUB = "/resolve/"
+"""Part of the addresses from which libraries fetch a tokenizer's words, which other stand-ins replace."""
+
 
 class Downloads:
     """Texts in the place of downloads that fail; each is reported to `notes`. Other kinds of files fail as they would."""
@@ -59,8 +62,9 @@ class Downloads:
 
     def _stands_in(self, address: str) -> bool:
         """Whether a text stands in for what is at `address`."""
-        name = urllib.parse.urlparse(address).path.rpartition("/")[2]
-        if not name.endswith(".txt") or asker(BY_ITSELF) is None:
+        path = urllib.parse.urlparse(address).path
+        name = path.rpartition("/")[2]
+        if not name.endswith(".txt") or (asker(BY_ITSELF) is None and OF_THE_HUB in path):
             return False
         self._notes.add(
             "script_part_skipped", "command", f"{name} cannot be downloaded here: a text of words stood in for it."

@@ -43,9 +43,22 @@ class Evaluations:
     def __init__(self, tracer: Tracer, notes: RunFindings, *, skip: bool) -> None:
         self._tracer, self._notes, self._skip = tracer, notes, skip
         self._seen: list[_Evaluation] = []
+        self._lines: set[int] = set()
+        """Lines of the script that have put a network into evaluation mode."""
 
     def install(self) -> None:
-        """Change transformers' Trainer, which evaluates by itself and rarely within three steps."""
+        """Change transformers' Trainer, which evaluates by itself and rarely within three steps, and note the script's
+        lines that begin an evaluation."""
+        module: Any = torch.nn.Module
+        begin = module.eval
+
+        def begin_from(network: Any) -> Any:
+            caller = sys._getframe(1)
+            if caller.f_code.co_filename.endswith(Path(sys.argv[0]).name):
+                self._lines.add(caller.f_lineno)
+            return begin(network)
+
+        module.eval = begin_from
         when_imported("transformers.trainer", self._in_trainer)
         when_imported("transformers.trainer_callback", self._in_callbacks)
 
@@ -85,8 +98,12 @@ class Evaluations:
 
     @property
     def come_later(self) -> bool:
-        """Whether the script has an evaluation that has not begun yet."""
-        return not self._skip and not self._seen and ".eval()" in text_of_script()
+        """Whether the script has an evaluation that has not begun yet. A line that has run already, before the first step,
+        is of a network that is not trained, such as a teacher."""
+        if self._skip or self._seen:
+            return False
+        lines = enumerate(text_of_script().splitlines(), 1)
+        return any(".eval()" in line and number not in self._lines for number, line in lines)
 
     def said(self, trained: set[int]) -> tuple[str, ...]:
         """Sentences about what was counted, once everything has run. An evaluation that is to be skipped is removed from

@@ -36,7 +36,7 @@ BY_SUFFIX = {
 WRITERS = {".json": "to_json", ".parquet": "to_parquet", ".csv": "to_csv"}
 
 
-PACKAGE = re.compile(r".*No module named '(?P<name>[\w.]+)'")
+PACKAGE = re.compile(r".*No (module named '|package metadata was found for )(?P<name>[\w.-]+)")
 EXTENSION = re.compile(r"(_cuda|_cuda_lib|_C|_ext|_kernels?)$|^(amp_C|rotary_emb|dropout_layer_norm)$")
 """Names of modules that are compiled for a GPU: selective_scan_cuda, causal_conv1d_cuda, xentropy_cuda_lib."""
 VARIABLE = re.compile(r"KeyError: '(?P<name>[A-Z][A-Z0-9_]*)'")
@@ -61,8 +61,11 @@ KERNELS = ("flash_attn", "flash_attn_interface", "kernels", "triton")
 def hint(lines: Sequence[str]) -> str:
     """What is missing according to the last `lines` that a failed script printed, and the way out; "" if that is not
     known."""
-    looks = (_of_networks, _of_environment, _of_releases, _of_operators, _of_files, _of_network, _of_packages)
+    if _last(lines).startswith("peakcast.core.errors."):  # says so itself
+        return ""
+    looks = (_of_networks, _of_programs, _of_environment, _of_releases, _of_operators, _of_files, _of_network)
     said = next(filter(None, (look(lines) for look in looks)), "")
+    said = said or _of_rows(lines) or _of_packages(lines)
     unsloth = UNSLOTH if any(IMPORTS_UNSLOTH.search(line) for line in lines) else ""
     return " ".join(filter(None, (said, unsloth)))
 
@@ -100,6 +103,8 @@ def _of_environment(lines: Sequence[str]) -> str:
         )
     if (found := VARIABLE.match(last)) is not None and any("environ" in line for line in lines):
         return f"It reads the environment variable {found['name']}: put {found['name']}=... before the command."
+    if "Default process group has not been initialized" in last:
+        return "It is written for several ranks: put its launcher before it, such as torchrun --nproc-per-node 8."
     if last.startswith("EOFError") and any(
         "input(" in line or "stdin" in line or "EOF when reading" in line for line in lines
     ):
@@ -170,10 +175,14 @@ def _of_networks(lines: Sequence[str]) -> str:
     )
 
 
+TRACEBACK = "Traceback (most recent call last)"
+
+
 def _of_packages(lines: Sequence[str]) -> str:
     """The installed packages in which an error was raised of which nothing more is known; "" if one of them refuses what
     the script asked for, by a rule of its own, which its message says. What torch refuses may be due to fake tensors."""
-    found = ((PLACE.search(line), after) for line, after in itertools.pairwise(lines))
+    last = max((number for number, line in enumerate(lines) if line.startswith(TRACEBACK)), default=0)
+    found = ((PLACE.search(line), after) for line, after in itertools.pairwise(lines[last:]))
     places = [(place["file"], after) for place, after in found if place is not None]
     places = [(file, after) for file, after in places if _raised_in_library(file) or not file.startswith(("<", STANDARD))]
     if not places or not _raised_in_library(places[-1][0]):
@@ -226,6 +235,32 @@ def _of_operators(lines: Sequence[str]) -> str:
     return f"{where} {operator}, {why}; {way}."
 
 
+MADE_UP = re.compile(r"peakcast: (?P<sentence>the data of .* is not here: .* stood in \(--length\))\.")
+
+
+def _of_rows(lines: Sequence[str]) -> str:
+    found = [match["sentence"] for line in lines if (match := MADE_UP.fullmatch(line.strip())) is not None]
+    if not found:
+        return ""
+    return (
+        f"{found[-1][0].upper()}{found[-1][1:]}: if the error is about what rows hold, put some 64 of your own there, as "
+        "long as those that it trains on."
+    )
+
+
+REFUSED = re.compile(r"(subprocess\.)?CalledProcessError: (?P<command>Command .*) returned non-zero")
+
+
+def _of_programs(lines: Sequence[str]) -> str:
+    found = REFUSED.match(_last(lines))
+    if found is None:
+        return ""
+    return (
+        "Programs that a script starts write nothing outside the dry run's temporary folder and have no GPU; if "
+        f"c{found['command'][1:]} needs that, run it before, and have the script go on where it is done."
+    )
+
+
 def _of_network(lines: Sequence[str]) -> str:
     if not any(NO_NETWORK.match(line.strip()) for line in lines):
         return ""
@@ -241,6 +276,8 @@ def _of_files(lines: Sequence[str]) -> str:
         return ""
     path = found["quoted"] or found["bare"].rstrip(".,;:")
     near = lines[-4:]
+    if PurePosixPath(path).name == "config.json":
+        return f"{path} is not here; put there that of the network, as the hub has it (a few lines, without weights)."
     suffix = PurePosixPath(path.rstrip("*")).suffix.lower()
     if not suffix and any("json.load(" in line for line in near):
         suffix = ".json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class RunFindings:
         place = where()
         if ("value", place) not in self._places:
             self._places.add(("value", place))
+            asked = re.sub(r"^a (?=[aeio])", "an ", asked)
             sentence = f"{place} reads {asked} from the GPU, which only a run knows; it was given {answer}."
             self.add("value_assumed", place.partition(":")[0], sentence)
 
@@ -54,8 +56,8 @@ class RunFindings:
         tokens makes it."""
         place = where()
         sentence = (
-            f"{place} reads how many tokens each choice gets (experts, for example), which only a run knows; all were "
-            "taken to get equally many."
+            f"{place} reads which of unknown numbers are the largest, as a router chooses experts or a generation tokens; "
+            "every choice was taken to come equally often."
         )
         self.add("value_assumed", place.partition(":")[0], sentence)
 

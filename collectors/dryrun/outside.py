@@ -66,9 +66,13 @@ def _set_datasets_cache(folder: Path) -> None:
         return
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
-    folder.mkdir()
-    for entry in cache.iterdir() if cache.is_dir() else ():
-        (folder / entry.name).symlink_to(entry)
+    for place, _, files in os.walk(cache):  # folders of its own, for the locks beside the tables
+        mirrored = folder / Path(place).relative_to(cache)
+        mirrored.mkdir(parents=True)
+        for file in files:
+            if not file.endswith(".lock"):
+                (mirrored / file).symlink_to(Path(place) / file)
+    folder.mkdir(exist_ok=True)
     os.environ["HF_DATASETS_CACHE"] = str(folder)
 
 

@@ -17,9 +17,12 @@ from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.synthetic_rows import Rows
 from peakcast.collectors.stacks.parts import quantized_fakes
 from peakcast.collectors.tracing.imports import when_imported
+from peakcast.core import versions
 
 FEWEST_WORDS = 256
 """A tokenizer of the hub with fewer words was not really downloaded."""
+STOOD_IN = "stood in (--length)"
+"""End of the sentence about data that is made up."""
 SPLITS = ("train", "test", "validation")
 HUB_KEYWORDS = {
     *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "user_agent"),
@@ -27,6 +30,9 @@ HUB_KEYWORDS = {
 }
 """Arguments of `from_pretrained` about how a file is downloaded."""
 DTYPE_KEYWORDS = ("dtype", "torch_dtype")
+DTYPE_KEYWORD, AS_PUBLISHED = (4, 56), (5, 0)
+"""Releases of transformers from which on `_from_config` calls it `dtype` (before, `torch_dtype`), and `from_pretrained`
+loads weights as they were published if it is not given (before, in float32): modeling_utils.py of 4.48.1 and 5.17.0."""
 SPLIT_KEYWORDS = ("distributed_config", "tp_plan", "tp_size")
 """Arguments of `from_pretrained` that split a network over the ranks."""
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -68,12 +74,9 @@ class Stand:
             if hasattr(config, key) and key not in (*DTYPE_KEYWORDS, "attn_implementation"):
                 setattr(config, key, value)
         quantizer = quantizer_of(name, config, keywords)
-        dtype = keywords.get("dtype", keywords.get("torch_dtype", "auto"))
-        if dtype in (None, "auto"):
-            dtype = getattr(config, "dtype", None) or _dtype_of(name)
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         attention = {key: keywords[key] for key in ("attn_implementation",) if keywords.get(key)}
-        network = cls._from_config(config, *arguments, dtype=dtype or torch.float32, **attention)
+        dtype = {"dtype" if _is_from(DTYPE_KEYWORD) else "torch_dtype": _dtype(name, config, keywords)}
+        network = cls._from_config(config, *arguments, **dtype, **attention)
         network.eval()
         network.name_or_path = name
         place, mesh = keywords.get("device_map"), None
@@ -149,7 +152,11 @@ class Stand:
                 if Path(str(name)).is_dir() or not hasattr(fetched, "vocab_size") or len(fetched) > FEWEST_WORDS:
                     return fetched
             self._say(f"the tokenizer of {name} is not in the cache here: one stood in that made a token of each word.")
-            return _words_tokenizer(_num_words(name))
+            made = _words_tokenizer(_of_the_network(name, "vocab_size"), _of_the_network(name, "max_position_embeddings"))
+            for setting, value in keywords.items():
+                if value is not None and (setting in OF_TOKENIZERS or setting in TOKENS):
+                    setattr(made, setting, value)
+            return made
 
         auto.from_pretrained = classmethod(from_pretrained)
 
@@ -166,7 +173,7 @@ class Stand:
                 files = _names(keywords.get("data_files"))
                 if Path(path).exists() or any(Path(file).exists() for file in files):
                     raise
-                self._say(f"the data of {files[0] if files else path} is not here: {self._rows} stood in (--length).")
+                self._say(f"the data of {files[0] if files else path} is not here: {self._rows} {STOOD_IN}.")
                 if split is None or isinstance(split, dict):
                     return self._rows.splits(module, split or SPLITS)
                 rows = self._rows.made(module)
@@ -235,6 +242,25 @@ def _with_class(config: Any) -> Any:
     return config
 
 
+def _is_from(release: tuple[int, ...]) -> bool:
+    """Whether the transformers that is installed is of `release` or newer."""
+    import transformers
+
+    return (versions.release(transformers.__version__) or release) >= release
+
+
+def _dtype(name: str, config: Any, keywords: dict[str, Any]) -> Any:
+    """The dtype in which `from_pretrained` loads the network called `name`."""
+    import torch
+
+    asked = next((keywords[key] for key in DTYPE_KEYWORDS if keywords.get(key) is not None), None)
+    if asked is None and not _is_from(AS_PUBLISHED):
+        return torch.get_default_dtype()
+    if asked in (None, "auto"):
+        asked = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or _dtype_of(name)
+    return (getattr(torch, asked) if isinstance(asked, str) else asked) or torch.float32
+
+
 def _dtype_of(name: str) -> str | None:
     """The dtype of a local checkpoint's first weights, from the header of its first safetensors file."""
     for file in sorted(Path(name).glob("*.safetensors"))[:1] if Path(name).is_dir() else ():
@@ -245,6 +271,8 @@ def _dtype_of(name: str) -> str | None:
 
 
 TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "mask_token": "<mask>"}
+OF_TOKENIZERS = ("model_max_length", "padding_side", "truncation_side")
+"""Settings of tokenizers that scripts give to `from_pretrained`, beside tokens."""
 CHAT_TOKENS = (
     *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"),
     *("<|start_header_id|>", "<|end_header_id|>", "<|finetune_right_pad_id|>", "<start_of_turn>", "<end_of_turn>"),
@@ -253,17 +281,23 @@ CHAT_TOKENS = (
 """Tokens that commands and chat templates name: those of Qwen, Llama 3, Gemma, Phi and Mistral."""
 
 
-def _num_words(name: Any) -> int:
-    """The number of words of the network called `name`, as many as scripts resize embeddings to; 0 if that is not known."""
+def _of_the_network(name: Any, size: str) -> int:
+    """A `size` of the network called `name`: the number of words, as many as scripts resize embeddings to, or of positions.
+    0 if that is not known."""
     from transformers import AutoConfig
 
-    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
-        return int(AutoConfig.from_pretrained(name).get_text_config().vocab_size)
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        return int(getattr(AutoConfig.from_pretrained(name).get_text_config(), size))
     return 0
 
 
-def _words_tokenizer(size: int) -> Any:
-    """A tokenizer of at least `size` words, one of which is "word"; each blank ends a token."""
+MOST_WORDS = 2**20
+"""Words that a text may have, unless the network has fewer positions."""
+
+
+def _words_tokenizer(size: int, positions: int = 0) -> Any:
+    """A tokenizer of at least `size` words, one of which is "word"; each blank ends a token. `positions`: the most of a
+    text that are kept where it is cut and no other number is given."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -283,7 +317,7 @@ def _words_tokenizer(size: int) -> Any:
 
     made = WordsTokenizer(tokenizer_object=words, **TOKENS)
     made.chat_template = "{% for message in messages %}{{ message['content'] }} </s>{% endfor %}"
-    made.model_max_length = 2**20
+    made.model_max_length = positions or MOST_WORDS
     return made
 
 

@@ -22,6 +22,7 @@ from peakcast.collectors.dryrun.children import ASKED
 from peakcast.collectors.dryrun.command import TrainingCommand
 from peakcast.collectors.dryrun.missing import hint
 from peakcast.collectors.machine.environments import environment_for
+from peakcast.collectors.processes.warm_parent import ENDING_SECONDS
 from peakcast.core.errors import CollectorError, ScriptError
 from peakcast.core.findings import Finding
 from peakcast.core.units import format_gib
@@ -30,6 +31,8 @@ from peakcast.timelines.timeline import Timeline
 
 CRASHED, NEVER_STEPPED, INTERRUPTED = 10, 11, 130
 """Exit codes of the process (`collectors/dryrun/session.py`): the script raised, no optimizer stepped, Ctrl-C."""
+NOT_LOADED = 127
+"""Exit code of a process that the dynamic linker ends (ld.so(8)), as it does when there is no memory for a library."""
 MOST_LINES = 12
 """Number of last lines of the script's output that are shown when it failed."""
 LAST_BYTES = 2**16
@@ -51,6 +54,9 @@ class Process(Protocol):
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Its exit code once it has ended. Raises: TimeoutExpired."""
+
+    def terminate(self) -> None:
+        """Ask it to end, with all that it has started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +143,18 @@ def started(
             process = warm.Copy(path)
         else:
             environment = {**around.enter_context(environment_for(command.python)), "PYTHONUNBUFFERED": "1"}
-            environment |= {"TMPDIR": str(folder)} | dict(variable.split("=", 1) for variable in command.environment)
+            environment |= {"TMPDIR": str(folder)} | _own_variables(command, environment)
             process = _start([command.python, "-P", "-m", "peakcast.collectors.dryrun", str(path)], environment, log)
         around.enter_context(_ended(process))
         yield process
+
+
+def _own_variables(command: TrainingCommand, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that `command` sets. Its PYTHONPATH comes after that of `environment`, which has peakcast."""
+    variables = dict(variable.split("=", 1) for variable in command.environment)
+    if variables.get("PYTHONPATH") and environment.get("PYTHONPATH"):
+        variables["PYTHONPATH"] = os.pathsep.join((environment["PYTHONPATH"], variables["PYTHONPATH"]))
+    return variables
 
 
 def _for_a_copy(function: Callable[[], object], folder: Path) -> dict[str, Any]:
@@ -193,6 +207,9 @@ def _ended(process: Process) -> Iterator[None]:
     try:
         yield
     finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_SECONDS)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -271,5 +288,10 @@ def _why(code: int | None, command: TrainingCommand, limits: DryRunLimits, lines
     if code == CRASHED:
         why = f"{script} failed before its third optimizer step had ended; its last lines say why."
         return " ".join(filter(None, (why, _own_line(lines), hint(lines))))
+    if code == NOT_LOADED:
+        return (
+            f"{script} could not begin, because a shared library could not be loaded: most likely "
+            f"{format_gib(limits.memory_bytes)} of host memory are too few (--memory-gib)."
+        )
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"{script} {how} before its third optimizer step had ended."

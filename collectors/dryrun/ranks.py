@@ -70,8 +70,10 @@ Named = Callable[[Iterable[tuple[str, torch.Tensor]], Category], None]
 
 def install(rank: int, world_size: int, name: Named) -> None:
     """Make every process group of this process a fake one of `world_size` ranks; `name` is told of DDP's buckets."""
+    from peakcast.collectors.dryrun import fsdp1_buffers
     from peakcast.collectors.tracing import deepspeed_fakes, dtensors
 
+    fsdp1_buffers.install()
     if world_size > 1:
         dtensors.install()
         _remember_meshes()

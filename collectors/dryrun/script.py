@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import runpy
@@ -21,16 +22,20 @@ LIBRARIES = ("torch", "torch.distributed.fsdp", "torch._dynamo")
 def main(question: Mapping[str, Any]) -> NoReturn:
     """Run the script that `question` names, with its own arguments, or its function."""
     from peakcast.collectors.dryrun import file_overlay, outside, ranks
+    from peakcast.collectors.dryrun.confined import confine
 
     _limit_memory(int(question["memory_bytes"]))
     outside.set_environment(Path(question["folder"]))
+    confine(Path(question["folder"]))
     launched = bool(question["launched"])
     ranks.set_environment(question["rank"], question["world_size"], question["ranks_per_node"], launched=launched)
     ranks.set_settings_of_accelerate(question["accelerate"])
     os.environ["PEAKCAST_DRYRUN_RANK"] = str(question["rank"])
     if question.get("walks"):
         os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: a forked process has no threads
+    os.environ.pop("PYTHONSAFEPATH", None)  # this process's own, not that of programs that the script starts
     import_for_good(LIBRARIES)
+    gc.freeze()  # every step ends with a collection, which would go through all that these libraries hold
     from peakcast.collectors.dryrun.session import Session
     from peakcast.collectors.dryrun.walked import WalkedSession
 

@@ -159,7 +159,11 @@ class Session:
     def failed(self, error: BaseException) -> None:
         """Report that the script has raised an error."""
         from peakcast.collectors.dryrun.failures import report
+        from peakcast.collectors.dryrun.pretrained import STOOD_IN
 
+        for finding in self.notes.findings:
+            if STOOD_IN in finding.sentence:
+                print(f"peakcast: {finding.sentence}", file=sys.stderr)
         print(report(error), file=sys.stderr, end="")
 
     def finish(self) -> NoReturn:

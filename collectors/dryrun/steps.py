@@ -58,6 +58,8 @@ class ScriptSteps:
         """Whether what a network returned, beside the loss, still exists when the optimizer steps."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._enough = enough
+        self._widest = 0
+        """Length of the vectors of the embedding from which `tokens` are."""
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
         self._depth = 0
@@ -99,6 +101,8 @@ class ScriptSteps:
     def timelines(self) -> dict[str, Timeline]:
         """Timelines of the first step, of the later step with most bytes, and of the whole "run". If a script has
         evaluated, an evaluation after its last step is added, with everything that exists then."""
+        self._name_unmet()
+        self._name_lasting()
         again = self.evaluations.fullest()
         later = [self.tracer.timeline(*span) for span in self.spans[1:-1]]
         last = self.tracer.timeline(*self.spans[-1], again)
@@ -152,10 +156,17 @@ class ScriptSteps:
             self.autocast = torch.get_autocast_dtype("cuda")
         trains = torch.is_grad_enabled()  # batches of an evaluation do not count
         if trains and isinstance(part, torch.nn.Embedding) and inputs and isinstance(inputs[0], torch.Tensor):
-            shape = _shape(inputs[0])
+            self._saw_tokens(part.embedding_dim, _shape(inputs[0]))
+        self.tracer._enter(part, self._names)
+
+    def _saw_tokens(self, width: int, shape: tuple[int, ...]) -> None:
+        """Note what an embedding got that gives vectors of `width` numbers. The widest one is that of tokens: T5 has a
+        narrower one for the distances of all pairs of positions."""
+        if width > self._widest:
+            self._widest, self.tokens = width, ()
+        if width == self._widest:
             self.tokens = max(self.tokens, shape, key=math.prod) if self.tokens else shape
             self.lengths.saw(shape[-1] if shape else 1)
-        self.tracer._enter(part, self._names)
 
     def _goes_on(self, network: torch.nn.Module) -> bool:
         """Whether to go on with an outermost forward of `network` although enough steps have ended."""
@@ -180,6 +191,25 @@ class ScriptSteps:
         for name, parameter in network.named_parameters():
             self._parameters.setdefault(id(parameter), _plain(name))
         self.tracer.name(((_plain(name), one) for name, one in network.named_parameters()), Category.PARAMETERS)
+
+    def _name_unmet(self) -> None:
+        """Name the weights of modules that never ran by themselves and are in no network that did, such as a teacher that a
+        module of the script keeps in a list."""
+        modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module) and id(one) not in self._names]
+        for module in modules:
+            held = vars(module).get("_parameters") or {}
+            named = ((f"{type(module).__name__}.{name}", one) for name, one in held.items() if one is not None)
+            self.tracer.name(named, Category.PARAMETERS)
+
+    def _name_lasting(self) -> None:
+        """Tensors without a name that are there from before the first forward until the last step are no step's inputs:
+        buffers of networks, and of DeepSpeed for gradients."""
+        begin, end = self.spans[-1]
+        last = begin or end
+        for number, (name, _, born, dies, _) in self.tracer._entries.items():
+            made_before = born < len(self.tracer._phases) and self.tracer._phases[born] == Phase.INIT
+            if made_before and (dies is None or dies >= last) and number not in self.tracer._named:
+                self.tracer._named[number] = (Category.OTHER, name)
 
     def _step_begins(self, optimizer: Any, *_: Any) -> None:
         if not any(optimizer is one for one in self.optimizers):

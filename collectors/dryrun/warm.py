@@ -10,10 +10,12 @@ number of the process that runs it, and its exit code when it has ended.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import pkgutil
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,6 +54,11 @@ class Copy:
         if code is None:
             raise subprocess.TimeoutExpired("function", timeout or 0.0)
         return code
+
+    def terminate(self) -> None:
+        """End it; the warm process ends what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def _ended(self, timeout: float | None) -> int | None:
         if self.returncode is None and (line := self._warm.line(timeout)) is not None:
@@ -116,11 +123,12 @@ def shared_modules() -> list[str]:
 def main() -> None:
     """Answer questions until standard input ends."""
     from peakcast.collectors import dryrun
+    from peakcast.collectors.dryrun.keeper import stop_in_order
     from peakcast.collectors.dryrun.script import LIBRARIES
     from peakcast.collectors.machine.packages import import_for_good
-    from peakcast.collectors.processes.warm_parent import die_with_parent
+    from peakcast.collectors.processes.descendants import adopt_orphans, end_descendants
 
-    die_with_parent()
+    adopt_orphans()
     answers = os.dup(1)
     os.dup2(2, 1)
     own = [module.name for module in pkgutil.iter_modules(dryrun.__path__, f"{dryrun.__name__}.") if module.name != MAIN]
@@ -128,13 +136,16 @@ def main() -> None:
     for path in sys.stdin:
         question = json.loads(Path(path.rstrip("\n")).read_text(encoding="utf-8"))
         import_for_good(name for name in question["modules"] if name not in sys.modules)
+        stop_in_order(Path(question["folder"]))
         child = os.fork()
         if child == 0:
             os.close(answers)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             _answer(question)
         os.setpgid(child, child)
         os.write(answers, f"{child}\n".encode())
         _, status = os.waitpid(child, 0)
+        end_descendants()
         os.write(answers, f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 

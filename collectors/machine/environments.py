@@ -15,13 +15,15 @@ from peakcast import collectors
 
 @contextmanager
 def environment_for(python: str) -> Iterator[dict[str, str]]:
-    """Environment variables with which the interpreter `python` can import peakcast, and sees no GPU."""
+    """Environment variables with which the interpreter `python` can import peakcast, beside what the caller's PYTHONPATH
+    has, and sees no GPU."""
     variables = {**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
     if python == sys.executable:
         yield variables
         return
     with _package_folder() as folder:
-        yield {**variables, "PYTHONPATH": str(folder)}
+        own = filter(None, (str(folder), os.environ.get("PYTHONPATH")))
+        yield {**variables, "PYTHONPATH": os.pathsep.join(own)}
 
 
 @contextmanager

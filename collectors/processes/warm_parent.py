@@ -156,24 +156,27 @@ def _kill(group: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
         deadline = time.monotonic() + ENDING_SECONDS
-        while time.monotonic() < deadline and any(one.group == group and one.state not in "ZX" for one in _processes()):
+        while time.monotonic() < deadline and any(one.group == group and one.state not in "ZX" for one in processes()):
             time.sleep(POLL_SECONDS)
 
 
-class _Process(NamedTuple):
+class ListedProcess(NamedTuple):
+    """A process that Linux lists."""
+
     number: int
     state: str
+    parent: int
     group: int
     session: int
 
 
-def _processes() -> Iterator[_Process]:
+def processes() -> Iterator[ListedProcess]:
     """The processes that Linux lists now."""
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
             after_name = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            state, _, group, session = after_name[:4]  # state, parent, group, session: proc(5)
-            yield _Process(int(folder.name), state, int(group), int(session))
+            state, parent, group, session = after_name[:4]  # proc(5)
+            yield ListedProcess(int(folder.name), state, int(parent), int(group), int(session))
 
 
 def die_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
@@ -191,7 +194,7 @@ def _end(*_: object) -> None:
 def end_session(session: int) -> None:
     """Kill every process of a warm parent's session, this process last; it includes all that cells have started, in any
     group."""
-    for one in _processes():
+    for one in processes():
         if one.session == session != one.number:
             with contextlib.suppress(OSError):
                 os.kill(one.number, signal.SIGKILL)

@@ -185,7 +185,9 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
         if not _is_known(tensor):
             return None
         with _disable_current_modes():
-            return torch.full(tensor.shape, tensor.all_of[0], dtype=tensor.dtype)  # type: ignore[attr-defined]
+            number: float = tensor.all_of[0]  # type: ignore[attr-defined]
+            # not `torch.full`, which DeepSpeed's zero.Init replaces by one that makes tensors on the GPU
+            return torch.ops.aten.full.default(tensor.shape, number, dtype=tensor.dtype, device=torch.device("cpu"))
     return tensor if tensor.device.type == "cpu" and tensor.numel() <= MOST_ELEMENTS else None
 
 

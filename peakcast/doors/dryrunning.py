@@ -282,7 +282,14 @@ def _memory_bytes(memory_gib: float | None) -> int:
                 f"memory_gib={memory_gib!r} must be at least 1, what importing torch takes.", parameter="memory_gib"
             )
         return int(memory_gib * GIB)
-    try:
-        return int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
-    except (ValueError, OSError, AttributeError):
-        return 16 * GIB
+    return int(MEMORY_SHARE * _free_bytes())
+
+
+def _free_bytes() -> int:
+    """Memory of this machine that programs can get: what is free, and what the cache of files would give back."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
+    with suppress(ValueError, OSError, AttributeError):
+        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+    return 20 * GIB

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,12 +146,19 @@ class AskedJob:
         from peakcast.doors.recipe_files import read_recipe_file
         from peakcast.jobs.spec import job_to_mapping
 
-        if self.job is not None or self.beside:
+        num_gpus, others = self.beside.num_gpus, replace(self.beside, num_gpus=None)
+        if self.job is not None or others:
             raise SpecError(
-                f"--recipe {recipe} has its job with it; leave JOB out, and change its fields by flags.", parameter="recipe"
+                f"--recipe {recipe} has its job with it; leave JOB (and --with, --dialect) out, and change its fields by "
+                "flags.",
+                parameter="recipe",
             )
         changes = {**self.flags, **dict(_setting(text) for text in settings)}
-        return _changed(job_to_mapping(read_recipe_file(recipe).job), changes, str(recipe))
+        own = job_to_mapping(read_recipe_file(recipe).job)
+        if num_gpus is not None and "parallelism.data_parallel_size" not in changes:
+            layout = {**own.get("parallelism", {}), **{name.rpartition(".")[2]: value for name, value in changes.items()}}
+            changes["parallelism.data_parallel_size"] = _replicas(num_gpus, layout)
+        return _changed(own, changes, str(recipe))
 
 
 def takes_job(command: Callable[..., None]) -> Callable[..., None]:
@@ -231,6 +239,18 @@ def _nothing_to_go_with(beside: ReadOptions) -> SpecError:
         parameter="num_gpus",
         value=beside.num_gpus,
     )
+
+
+def _replicas(num_gpus: int, layout: Mapping[str, Any]) -> int:
+    """The data-parallel size of `num_gpus` under the other sizes of `layout`. Raises: SpecError."""
+    others = math.prod(int(layout.get(f"{name}_parallel_size", 1)) for name in ("tensor", "pipeline", "context"))
+    if num_gpus % others:
+        raise SpecError(
+            f"num_gpus={num_gpus} must be a multiple of {others}, the GPUs of one replica of this layout.",
+            parameter="num_gpus",
+            value=num_gpus,
+        )
+    return num_gpus // others
 
 
 def _changed(values: dict[str, Any], changes: Mapping[str, object], job: str | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from peakcast.collectors.dryrun.checks import expected
+from peakcast.collectors.dryrun.checks import expected, expected_to_contain
 
 
 class Asked:
@@ -49,3 +49,26 @@ def raises_either_way(asked):
     if asked:
         raise ValueError
     raise TypeError
+
+
+@pytest.mark.parametrize(
+    ("check", "contains"),
+    [
+        ("if 'a' not in columns: raise ValueError('no a')", True),
+        ("if 'a' in columns: raise ValueError('an a')", False),
+        ("assert 'a' in columns", True),
+        ("first = 'a' if 'a' in columns else columns[0]", False),
+        ("asked = 'a' in columns", False),
+    ],
+)
+def test_what_a_script_asks_for_is_there_where_its_absence_is_an_error(check, contains):
+    seen = []
+
+    class Columns(list):
+        def __contains__(self, name):
+            seen.append(expected_to_contain(sys._getframe(1)))
+            return seen[-1]
+
+    exec(f"def check(columns):\n    {check}\n", made := {})
+    made["check"](Columns(["b"]))
+    assert seen == [contains]

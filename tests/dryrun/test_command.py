@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,8 +14,11 @@ import pytest
 from peakcast.collectors.dryrun.command import read_command
 from peakcast.collectors.dryrun.failures import report
 from peakcast.collectors.dryrun.missing import hint
+from peakcast.collectors.dryrun.process import _own_variables
 from peakcast.collectors.dryrun.script import exported_script
+from peakcast.collectors.machine.environments import environment_for
 from peakcast.core.errors import SpecError
+from peakcast.doors.dryrunning import _free_bytes
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "plain_loop.py")
 
@@ -31,6 +35,8 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "plain_loop.py")
         ("python -m torch.distributed.run --nproc-per-node 2 {}", 2, 2, True),
         ("accelerate launch --multi_gpu --num_processes 16 --num_machines 2 {}", 16, 8, True),
         ("accelerate launch {}", 1, 1, True),
+        ("python -m accelerate.commands.launch --num_processes 4 {}", 4, 4, True),
+        ("python -m accelerate.commands.accelerate_cli launch --num_processes 4 {}", 4, 4, True),
         ("deepspeed --num_gpus 4 {} --deepspeed ds.json", 4, 4, True),
         ("OMP_NUM_THREADS=1 torchrun {}", 1, 1, True),
     ],
@@ -104,6 +110,7 @@ def test_accelerates_file_says_how_many_ranks(tmp_path):
         ([], "no command is given"),
         (["python"], "names no script"),
         (["python", "nothere.py"], "'nothere.py' is not there"),
+        (["rm", "-f", SCRIPT], "what 'rm' runs cannot be read; give the Python command that trains"),
         (["ls", "train"], "what 'ls' runs cannot be read; give the Python command that trains"),
         (["nosuchtool", "train"], "there is no program 'nosuchtool' here; install the package that has it, or give"),
         (["python", "-c", "print(1)"], "what '-c' runs cannot be read"),
@@ -169,7 +176,13 @@ def test_the_command_line_says_soon_what_it_does_and_answers_as_predict(tmp_path
             "FileNotFoundError: [Errno 2] No such file or directory: 'data/a.jsonl'",
             "data/a.jsonl is not here; put there 64 lines",
         ),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'a/config.json'", "put there that of the network"),
+        ("importlib.metadata.PackageNotFoundError: No package metadata was found for trl", "(pip install trl)"),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'a.parquet'", "to_parquet('a.parquet')"),
+        (
+            "subprocess.CalledProcessError: Command '['mkdir', 'out']' returned non-zero exit status 1.",
+            "if command '['mkdir', 'out']' needs that, run it before",
+        ),
         ("FileNotFoundError: Unable to find '/data/train.csv'", "to_csv('/data/train.csv')"),
         (
             "datasets.exceptions.DataFilesNotFoundError: No data files in /data/mine.",
@@ -285,6 +298,13 @@ def test_an_error_between_libraries_names_them():
         "It was raised in torch, called by titan. If the run has other releases"
     )
     assert hint([*frames, own, "ValueError: x"]) == ""
+    rows = "peakcast: the data of a/b is not here: 512 rows of 8 words stood in (--length)."
+    assert hint([rows, *frames, "ValueError: x"]).startswith("The data of a/b is not here: 512 rows of 8 words stood in")
+    assert hint([*frames, "peakcast.core.errors.SpecError: no rows stand in for audio"]) == ""
+    handled = ["Traceback (most recent call last):", library.format("bitsandbytes"), "OSError: no library"]
+    again = [*handled, "Traceback (most recent call last):", own, library.format("torch"), "    linear(x)"]
+    assert "torch, as the script calls it" in hint([*again, "RuntimeError: x"])
+    assert "put its launcher before it" in hint([*again, "ValueError: Default process group has not been initialized, x"])
     assert hint([own, library.format("torch"), "    linear(x)", "RuntimeError: x"]).startswith(
         "It was raised in torch, as the script calls it: if that trains on a GPU"
     )
@@ -336,3 +356,31 @@ def test_the_script_s_own_line_is_named_where_a_long_traceback_hides_it():
     assert _own_line([own, *[library] * MOST_LINES, "ValueError: x"]) == "Its own line there is train.py:7."
     assert _own_line([own, library, "ValueError: x"]) == ""
     assert _own_line([library] * 40) == ""
+
+
+def test_the_path_of_a_command_is_beside_that_of_peakcast():
+    command = read_command(["PYTHONPATH=src", "python", SCRIPT])
+    assert _own_variables(command, {"PYTHONPATH": "/peakcast"}) == {"PYTHONPATH": "/peakcast:src"}
+    assert _own_variables(read_command(["A=1", "PYTHONPATH=src", "python", SCRIPT]), {}) == {"A": "1", "PYTHONPATH": "src"}
+
+
+def test_another_interpreter_keeps_the_path_of_the_caller(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    with environment_for("/another/python") as environment:
+        ours, mine = environment["PYTHONPATH"].split(":")
+        assert (Path(ours) / "peakcast" / "collectors").is_dir()
+        assert mine == "/mine"
+
+
+def test_the_cache_of_files_counts_as_free_memory():
+    assert _free_bytes() >= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 2
+
+
+def test_a_program_that_is_named_by_its_path_brings_its_interpreter(tmp_path):
+    (tmp_path / "python").touch()
+    for name, first in (("torchrun", f"#!{tmp_path}/python"), ("tune", f"#!{tmp_path}/python"), ("other", "#!/bin/sh")):
+        (tmp_path / name).write_text(f"{first}\nimport sys\n")
+    launched = read_command([str(tmp_path / "torchrun"), "--nproc-per-node", "2", SCRIPT])
+    assert (launched.python, launched.script, launched.world_size) == (str(tmp_path / "python"), SCRIPT, 2)
+    assert read_command([str(tmp_path / "tune"), "run"]).python == str(tmp_path / "python")
+    assert read_command(["torchrun", SCRIPT]).python == sys.executable

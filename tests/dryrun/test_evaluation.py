@@ -109,3 +109,20 @@ def test_an_evaluation_that_was_not_reached_is_said(monkeypatch):
         notes = RunFindings()
         evaluation.Evaluations(Tracer(), notes, skip=skip).said(set())
         assert [finding.direction for finding in notes.findings] == expected
+
+
+def test_a_line_that_has_put_a_teacher_into_evaluation_mode_is_no_evaluation_to_come(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from peakcast.collectors.dryrun import evaluation
+    from peakcast.collectors.dryrun.noted import RunFindings
+    from peakcast.collectors.tracing.tracer import Tracer
+
+    script = "teacher = make()\nteacher.eval()\n"
+    monkeypatch.setattr(evaluation, "text_of_script", lambda: script)
+    monkeypatch.setattr(evaluation.sys, "argv", ["train.py"])
+    monkeypatch.setattr(torch.nn.Module, "eval", torch.nn.Module.eval)  # undone afterwards
+    evaluations = evaluation.Evaluations(Tracer(), RunFindings(), skip=False)
+    evaluations.install()
+    assert evaluations.come_later
+    exec(compile(script, "train.py", "exec"), {"make": lambda: torch.nn.Linear(1, 1)})
+    assert not evaluations.come_later

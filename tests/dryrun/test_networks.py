@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+import peakcast
+
 WORDS, WIDTH, BATCH, LENGTH = 4096, 256, 8, 512
 """Of `scripts/functional.py`."""
 
@@ -25,6 +27,43 @@ def test_a_module_without_weights_is_no_network(run_script):
     found = run_script("images.py")
     assert found.job.architecture.name == "Classifier"
     assert (found.job.micro_batch_size, found.job.sequence_length) == (16, 1)  # an image is a row
+
+
+def test_a_teacher_that_a_wrapper_keeps_in_a_list_has_weights():
+    def train():
+        import torch
+        from torch import nn
+
+        teacher = nn.Sequential(nn.Linear(64, WIDTH), nn.Linear(WIDTH, WIDTH)).cuda().requires_grad_(False)
+        student = nn.Linear(64, WIDTH).cuda()
+
+        class Distills(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.student, self.hidden = student, [teacher]
+
+            def forward(self, rows):
+                with torch.no_grad():
+                    wanted = self.hidden[0](rows)
+                return nn.functional.mse_loss(self.student(rows), wanted)
+
+        network = Distills()
+        bucket = torch.empty(1000, WIDTH, device="cuda")
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+        for _ in range(3):
+            network(torch.ones(8, 64, device="cuda")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert bucket.is_cuda
+
+    found = peakcast.dryrun(train, "A100-80GB")
+    lasting = 4 * 1000 * WIDTH
+    assert found.answer.composition["other"] == pytest.approx(lasting, abs=4 * 512)
+    assert "inputs" not in found.answer.composition
+    held = 4 * (2 * 65 * WIDTH + 257 * WIDTH)
+    assert found.answer.composition["parameters"] == pytest.approx(held, abs=4 * 512)
+    assert any(name.startswith("Linear.weight") for name in found.timelines["run"].names)
+    assert found.answer.steady_state_bytes > held + lasting
 
 
 def test_products_that_compiled_code_calls_take_a_workspace_as_others_do():

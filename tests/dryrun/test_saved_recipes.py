@@ -46,7 +46,7 @@ def test_a_kept_recipe_answers_as_a_dry_run_of_that_batch(kept, run_script, batc
 
 def test_the_command_line_varies_it_with_the_flags_of_a_job(kept):
     command = [sys.executable, "-P", "-m", "peakcast", "predict", "--recipe", str(kept), "--gpu", "H100-80GB", "--json"]
-    flags = ["--micro-batch-size", "4", "--data-parallel-size", "8", "--sharding", "fsdp2"]
+    flags = ["--micro-batch-size", "4", "--num-gpus", "8", "--sharding", "fsdp2"]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, check=True)
     job = read_recipe_file(kept).job
     whole = peakcast.predict(job.replace(micro_batch_size=4), "H100-80GB", recipe=kept)

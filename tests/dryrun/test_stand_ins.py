@@ -226,6 +226,25 @@ def test_a_tokenizer_that_stands_in_has_as_many_words_and_the_tokens_of_chats():
     assert made.mask_token_id is not None
     assert made("word word")["input_ids"] == [made.get_vocab()["word"]] * 2
     assert len(_words_tokenizer(0)) < 64
+    cut = _words_tokenizer(0, positions=512)("word " * 600, truncation=True)  # as bert's own tokenizer, which has 512
+    assert len(cut["input_ids"]) == 512
+
+
+def test_a_tokenizer_that_stands_in_has_the_settings_that_it_is_asked_for():
+    pytest.importorskip("transformers")
+    from peakcast.collectors.dryrun.pretrained import Stand
+
+    class Absent:
+        @classmethod
+        def from_pretrained(cls, name, **_):
+            raise OSError(name)
+
+    said = []
+    Stand._in_auto(SimpleNamespace(_say=said.append), Absent)
+    made = Absent.from_pretrained("a/b", model_max_length=64, padding_side="left", pad_token="[PAD]", use_fast=True)
+    assert (made.model_max_length, made.padding_side, made.pad_token) == (64, "left", "[PAD]")
+    assert len(made("word " * 100, truncation=True)["input_ids"]) == 64
+    assert said
 
 
 def test_a_tokenizer_that_stands_in_cuts_pairs_of_long_texts():
@@ -327,7 +346,7 @@ def test_any_split_has_rows_with_conversations_answers_and_the_form_of_a_stream(
     mapped = found.map(lambda row: {"words": sum(len(turn["content"].split()) for turn in row["messages"])})
     assert len(mapped["train_sft"]) == NUM_ROWS
     assert mapped["test_gen"][0]["words"] == 4
-    assert found["train"].shuffle(seed=1, buffer_size=10)[0]["answers"]["answer_start"] == [0]
+    assert found["train"].shuffle(seed=1, buffer_size=10)[0]["answers"]["answer_start"] == [5]
     with pytest.raises(KeyError):
         datasets.DatasetDict(mine=found["train"])["train"]  # the script's own
 
@@ -351,6 +370,9 @@ def test_words_tags_translations_and_images_are_of_their_kind():
         return {"pairs": [(one["de"], one["en"]) for one in some["translation"]]}
 
     assert len(rows.map(pairs, batched=True)[0]["pairs"]) == 2
+    asked = found["test"]
+    assert "question" in asked.column_names
+    assert asked.map(lambda row: {"texts": [row["question"], row["context"], row["answers"]["text"][0]]})
     assert rows.map(lambda row: {"side": row["image"].size[0]})[0]["side"] == 256
     assert [row["prompt"] for row in rows.__getitems__([0, 1])] == ["word word word word"] * 2
     found["validation_matched"]
@@ -369,3 +391,32 @@ def test_the_own_rows_of_a_script_get_no_columns():
     for read in (mapped, lambda: own[0]["prompt"], lambda: own["prompt"][0]):
         with pytest.raises((KeyError, ValueError)):
             read()
+
+
+@pytest.mark.parametrize(
+    ("release", "asked", "dtype"),
+    [
+        ("4.48.1", {}, "float32"),
+        ("4.48.1", {"torch_dtype": "auto"}, "bfloat16"),
+        ("4.57.0", {"dtype": "float16"}, "float16"),
+        ("5.17.0", {}, "bfloat16"),
+        ("5.17.0", {"torch_dtype": "float32"}, "float32"),
+    ],
+)
+def test_weights_have_the_dtype_in_which_the_release_of_transformers_loads_them(monkeypatch, release, asked, dtype):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from peakcast.collectors.dryrun.pretrained import _dtype
+
+    monkeypatch.setattr(transformers, "__version__", release)
+    assert _dtype("a/network", SimpleNamespace(dtype=torch.bfloat16), asked) is getattr(torch, dtype)
+
+
+def test_the_widest_embedding_gets_the_tokens():
+    pytest.importorskip("torch")
+    from peakcast.collectors.dryrun.lengths import StepLengths
+    from peakcast.collectors.dryrun.steps import ScriptSteps
+
+    steps = SimpleNamespace(_widest=0, tokens=(), lengths=StepLengths())
+    for width, shape in ((8, (4096, 4096)), (512, (8, 1024)), (8, (1024, 1024)), (512, (16, 1024)), (512, (1, 1024))):
+        ScriptSteps._saw_tokens(steps, width, shape)
+    assert steps.tokens == (16, 1024)

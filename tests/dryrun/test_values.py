@@ -203,7 +203,7 @@ def test_experts_get_equally_many_tokens_on_every_rank():
     found = peakcast.dryrun(train, "A100-80GB", rank=1, world_size=4)
     said = [one.sentence for one in found.answer.findings if one.code == "value_assumed"]
     assert len(said) == 2  # each of the two lines that read them
-    assert all("test_values.py:" in sentence and "equally many" in sentence for sentence in said)
+    assert all("test_values.py:" in sentence and "equally often" in sentence for sentence in said)
 
 
 def test_zeros_are_known_until_a_view_of_them_is_written():
@@ -263,3 +263,13 @@ def test_small_weights_on_the_cpu_stay_fake_in_another_dtype():
             optimizer.zero_grad()
 
     assert peakcast.dryrun(train, "H100-80GB").job.precision.parameters == "float32"
+
+
+def test_known_values_do_not_need_what_zero_init_replaces(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from peakcast.collectors.tracing.known_values import KnownValuesMode, value_of
+
+    with KnownValuesMode():
+        made = torch.ones(4)
+    monkeypatch.setattr(torch, "full", lambda *_, **__: pytest.fail("it makes tensors on the GPU"))
+    assert value_of(made).tolist() == [1.0] * 4
