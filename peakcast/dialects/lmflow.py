@@ -88,7 +88,7 @@ def from_lmflow(pasted: Pasted) -> Translation:
     )
     job = notes.include(translation)
     whole = "TRL before 1.15, with which LMFlow's DPOAligner runs," if method == "dpo" else ""
-    job = with_method(job, method, "the program", notes, whole_logits=whole)
+    job = with_method(job, method, "the program", notes, whole_logits=whole, log_softmax=True)
     note_unsupported(settings, UNSUPPORTED)
     if settings.switch("use_lisa"):
         notes.unsupported.append(

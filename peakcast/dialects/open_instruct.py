@@ -88,7 +88,7 @@ def _with_loss(job: TrainingJob, program: str, settings: Settings) -> TrainingJo
     if program in PREFERENCES or any(key.startswith("dpo_") for key in settings.left()):
         precomputed = PREFERENCES.get(program, False)
         whose = "open-instruct (dpo_utils.py)"
-        job = with_method(job, "dpo", "the program", notes, precomputed=precomputed, whole_logits=whose)
+        job = with_method(job, "dpo", "the program", notes, precomputed=precomputed, whole_logits=whose, log_softmax=True)
     elif program not in SUPERVISED:
         notes.unsupported.append(
             f"{program}.py of open-instruct is not known here; supervised fine-tuning (finetune.py) is assumed.", "program"

@@ -128,7 +128,7 @@ def _network_and_method(settings: Settings) -> tuple[str, Literal["full", "lora"
 
 def _preference(job: TrainingJob, method: str, notes: Notes) -> TrainingJob:
     """`job` with DPO's loss, and a note of its reference."""
-    job = with_method(job, "dpo", "loss._component_", notes, whole_logits="torchtune (rlhf/loss/dpo.py)")
+    job = with_method(job, "dpo", "loss._component_", notes, whole_logits="torchtune (rlhf/loss/dpo.py)", log_softmax=True)
     if method == "full" and job.parallelism.sharding != "none":
         notes.unsupported.append(
             "torchtune gathers its reference layer by layer (recipes/full_dpo_distributed.py); the answer is for one "

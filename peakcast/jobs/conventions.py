@@ -252,5 +252,11 @@ def _text(value: object) -> str:
 
 
 def makes_whole_logits(job: TrainingJob) -> bool:
-    """Whether log-probabilities are computed from whole logits, which then count as those of cross entropy do."""
-    return job.loss.kind in REFERRING and conventions(job).get("preference_logits") == "whole"
+    """Whether log-probabilities are computed from whole logits."""
+    return token_scores(job) in ("whole", "log_softmax", "shifted_log_softmax")
+
+
+def token_scores(job: TrainingJob) -> str:
+    """How preference training takes the log-probability of each token (the convention `preference_logits`); "" if the loss
+    is another one."""
+    return str(conventions(job).get("preference_logits", "")) if job.loss.kind in REFERRING else ""

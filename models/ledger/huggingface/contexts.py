@@ -11,7 +11,14 @@ from typing import Any
 
 from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.jobs.architecture import Architecture
-from peakcast.jobs.conventions import DRIVEN_BY, adapter_dtype, conventions, makes_whole_logits, mixes_precision
+from peakcast.jobs.conventions import (
+    DRIVEN_BY,
+    adapter_dtype,
+    conventions,
+    makes_whole_logits,
+    mixes_precision,
+    token_scores,
+)
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import (
     Adapters,
@@ -167,7 +174,7 @@ def _loss(job: TrainingJob, convention: Mapping[str, Any]) -> LossRules:
     return LossRules(
         kind="cross_entropy" if makes_whole_logits(job) else job.loss.kind,
         logits_upcast=str(convention.get("logits_upcast", "loss")),
-        scores_tokens=makes_whole_logits(job),
+        token_scores=token_scores(job) if makes_whole_logits(job) else "",
         slices_whole_dimensions=bool(convention.get("slices_whole_dimensions")),
         in_stages=job.parallelism.pipeline_parallel_size > 1,
         logits_chunks=max(1, int(convention.get("logits_chunks", 1))),

@@ -16,7 +16,11 @@ from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext, autocast_copy_bytes, is_cast_by_autocast
 from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variables
 from peakcast.models.ledger.huggingface.blocks.head import head
-from peakcast.models.ledger.huggingface.blocks.preference_heads import scored_rows, vocabulary_part_bytes
+from peakcast.models.ledger.huggingface.blocks.preference_heads import (
+    scored_rows,
+    vocabulary_part_bytes,
+    widened_bytes,
+)
 from peakcast.models.ledger.huggingface.contexts import block_context
 from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import hold_masks, hold_rotary_tables, model_ends
@@ -77,6 +81,8 @@ def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start
         for _ in range(2 if job.loss.kind == "kto" else 1):  # KTO's second is for prompts with another's completion
             _run(timeline, _reference_job(job), NAME if copied else "")
         timeline.phases[begin:] = bytes((Phase.LOSS,)) * (timeline.now - begin)  # gathering its weights included
+    if policy.loss.token_scores == "shifted_log_softmax":  # a variable refers to the policy's logits until backward
+        timeline.hold("logits", Category.LOGITS, widened_bytes(policy), born, timeline.now)
     scored = scored_rows(policy) if policy.loss.kind != "cross_entropy" else 0
     per_token = [("log_probs", "head", scored * FP32), ("entropy", "head", scored * FP32)]
     per_token += [("mean_logits", "head", scored * FP32), ("is_top1", "head", scored)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import DTYPE_BYTES
-from peakcast.jobs.conventions import conventions, fuses_loss
+from peakcast.jobs.conventions import conventions, fuses_loss, makes_whole_logits
 from peakcast.jobs.loss import REFERRING
 from peakcast.jobs.ranks import ranks_that_differ
 from peakcast.jobs.spec import TrainingJob
@@ -72,7 +72,7 @@ def _zero3(
     if chosen.get("experts_implementation") == "loop" and not family.experts.viewed_before_5:
         tensors = expert_by_expert(tensors)
     if modules is None:
-        scored = job.loss.kind in REFERRING and conventions(job).get("preference_logits") != "whole"
+        scored = job.loss.kind in REFERRING and not makes_whole_logits(job)
         modules = Zero3Modules(
             [tensor for tensor in tensors if tensor.sharded],
             head_of_root=scored or fuses_loss(job),

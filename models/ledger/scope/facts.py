@@ -97,7 +97,7 @@ optimizer_in_backward = option("optimizer_in_backward")
 fused_loss = Fact(fuses_loss, "fused loss")
 whole_logits = Fact(makes_whole_logits, "whole logits")
 trls_whole_logits = setting("loss.kind", "dpo") & huggingface & option("autocast") & Fact(
-    lambda job: compare(job.versions.get("trl", "0"), ">=0.15"), "trl 0.15 and later"
+    lambda job: compare(job.versions.get("trl", "0"), ">=0.12"), "trl 0.12 and later"
 )
 odd_pairs = Fact(lambda job: job.loss.kind in PAIRS and job.micro_batch_size % 2 == 1, "an odd number of a pair's halves")
 

@@ -34,8 +34,9 @@ PREFERENCES = Section("preference losses (TRL)", when=job.preference, start="los
     unknown(_KIND, ~setting("framework", "huggingface", "deepspeed"),
             "is modelled for TRL's trainers only, not with framework={framework!r}."),
     unknown(_KIND, job.whole_logits & ~job.trls_whole_logits,
-            "over whole logits is compared with traces of DPO under autocast with trl 0.15 and later only; other programs "
-            "are counted as if they took log-probabilities as trl 0.24 does: ask with your command (`peakcast dryrun`)."),
+            "over whole logits is compared with traces of DPO under autocast with trl 0.12 and later only; others are "
+            "counted as if they took log-probabilities as some release of trl does: ask with your command (`peakcast "
+            "dryrun`)."),
     Section("preference losses under ZeRO", when=job.zero, start="under ZeRO", rows=(
         unknown(_KIND, setting("parallelism.data_parallel_size", 1), " was compared with traces of several ranks only."),
         unknown(_KIND, setting("loss.kind", "reward") & job.zero3,

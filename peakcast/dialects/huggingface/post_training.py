@@ -95,10 +95,12 @@ def with_method(
     precomputed: bool = False,
     generation: Generation | None = None,
     whole_logits: str = "",
+    log_softmax: bool = False,
 ) -> TrainingJob:
     """`job` as the training method `name` runs it. `precomputed`: whether the reference's log-probabilities are computed
     before training. `generation`: the generation of GRPO and similar methods. `whole_logits`: the name of the project if it
-    computes log-probabilities from the logits of all tokens at once, as trl did before 1.15; else "".
+    computes log-probabilities from the logits of all tokens at once, as trl did before 1.15; else "". `log_softmax`: if so,
+    whether by the log-softmax of shifted logits, as trl did before 0.12.
 
     Raises: SpecError for methods that are not modelled, with what can be asked instead.
     """
@@ -132,9 +134,9 @@ def with_method(
         loss = replace(loss, reference="precomputed" if precomputed else None)
         if generation is not None and generation.refers:
             loss = replace(loss, reference="model" if job.finetuning.method == "full" else "adapter_off")
-        _say_whose_logits(notes, whole_logits)
+        _say_whose_logits(notes, whole_logits, log_softmax)
         if whole_logits:
-            options["preference_logits"] = "whole"
+            options["preference_logits"] = "shifted_log_softmax" if log_softmax else "whole"
     held = generation.other_memory_fraction if generation is not None else 0.0
     job = job.replace(micro_batch_size=size, loss=loss, other_memory_fraction=held)
     job = job.replace(framework_options=FrozenMapping(options))
@@ -144,10 +146,12 @@ def with_method(
     return job
 
 
-def _say_whose_logits(notes: Notes, whole_logits: str) -> None:
+def _say_whose_logits(notes: Notes, whole_logits: str, log_softmax: bool) -> None:
     if whole_logits:
+        releases = "before 0.12" if log_softmax else "0.15 to 1.14"
         notes.unsupported.append(
-            f"{whole_logits} makes whole logits; they are treated as those of the cross entropy.", "loss"
+            f"{whole_logits} takes log-probabilities from whole logits; they are counted as trl {releases} makes them.",
+            "loss",
         )
     else:
         notes.assumptions.append(

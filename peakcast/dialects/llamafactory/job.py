@@ -160,7 +160,7 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         )
     who = f"LLaMA-Factory (train/{stage}/trainer.py)"
     job = with_shared_sequences(notes.include(translation), settings, "sequence_parallel_size", "cp_size")
-    return notes.finish(with_method(job, stage, "stage", notes, whole_logits=who))
+    return notes.finish(with_method(job, stage, "stage", notes, whole_logits=who, log_softmax=True))
 
 
 def _refuse_what_trains_nothing(settings: Settings) -> None:

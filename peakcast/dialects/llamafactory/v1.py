@@ -61,7 +61,7 @@ def from_llamafactory_v1(pasted: Pasted) -> Translation:
         )
     who = "" if method == "sft" else "LLaMA-Factory v1 (core/base_trainer.py)"
     settings.note_left(IGNORED)
-    return notes.finish(with_method(job, method, "the command", notes, whole_logits=who))
+    return notes.finish(with_method(job, method, "the command", notes, whole_logits=who, log_softmax=True))
 
 
 def _method(settings: Settings, program: str) -> str:

@@ -73,6 +73,18 @@ def test_whole_logits_are_there_three_times_in_backward(autocast, element):
     assert grown == 3 * 2 * 128 * 1024 * element + head_and_table
 
 
+@pytest.mark.parametrize(("scores", "times"), [("log_softmax", 3), ("shifted_log_softmax", 5)])
+def test_a_reference_meets_what_the_policys_log_probabilities_keep(scores, times):
+    """The policy's log-softmax, and the reference's logits and their log-softmax. Where logits are shifted there is a copy
+    without each sequence's last token too, and the policy's logits are held by a variable."""
+    one = job(loss=DPO, finetuning=LORA, framework_options={"preference_logits": scores, "autocast": True})
+    one = one.replace(architecture=replace(one.architecture, tie_word_embeddings=False))
+    larger = one.replace(architecture=replace(one.architecture, vocab_size=one.architecture.vocab_size + 1024))
+    head_and_table = 2 * one.architecture.hidden_size * 1024 * BF16
+    grown = ledger(larger).peak(Phase.LOSS).num_bytes - ledger(one).peak(Phase.LOSS).num_bytes
+    assert grown == times * 2 * 128 * 1024 * FP32 + head_and_table
+
+
 def test_a_classifier_has_no_lm_head():
     plain, reward = job(), job(loss={"kind": "reward"})
     untied = replace(plain.architecture, tie_word_embeddings=False)

@@ -118,8 +118,9 @@ class LossRules:
     """For all but cross entropy, `preference_heads.py` has the head."""
     logits_upcast: str = "loss"
     """Where logits become fp32, as the convention `logits_upcast` says."""
-    scores_tokens: bool = False
-    """Whether whole logits are read by preference training, which takes the log-probability of each token."""
+    token_scores: str = ""
+    """How preference training takes the log-probability of each token from whole logits, as the convention
+    `preference_logits` says; "" if it does not."""
     slices_whole_dimensions: bool = False
     """Whether autograd records `x[..., :-1, :]` as two slices, each with a gradient of its own; the last one covers the
     whole dimension (torch before 2.9)."""

@@ -54,7 +54,7 @@ def loss_of(context: HFContext) -> str:
         return "fused"
     if context.kernels.loss == "chunked_logits" and not context.group.loss:
         return "chunked_logits"
-    if context.loss.scores_tokens:
+    if context.loss.token_scores:
         return "whole_log_probabilities"
     return "compiled" if "loss" in context.compiled else "whole_logits"
 

@@ -54,29 +54,60 @@ def token_log_probabilities(tape: Tape, hidden: Tensor, context: HFContext) -> N
 
 
 def whole_log_probabilities(tape: Tape, logits: Tensor, context: HFContext) -> None:
-    """Append what reads whole `logits`: `selective_log_softmax` (trl 0.15 to 1.14 `trainer/utils.py`).
-
-    In fp32 it gathers the tokens' logits, and takes the logarithm of each sequence's sum alone; backward has the gradients
-    of all sequences before it stacks them into one. In 16 bits, where that is unstable, each sequence has a log-softmax.
-    """
-    tokens, wide_bytes = context.rows * FP32, logits.num_bytes // context.precision.compute_bytes * FP32
-    if context.precision.autocast and logits.num_bytes < wide_bytes:  # accelerate's convert_outputs_to_fp32
-        logits = tape.operation("logits.to_float32", [logits], Output(wide_bytes, category=Category.LOGITS))
-    size, index = logits.num_bytes, context.rows * INT64
+    """Append what reads whole `logits` and keeps the log-probability of each token. Under autocast accelerate widens them
+    first (convert_outputs_to_fp32)."""
+    wide = widened_bytes(context)
+    softmax = context.loss.token_scores != "whole"
+    if logits.num_bytes < wide and (softmax or context.precision.autocast):
+        logits = tape.operation("logits.to_float32", [logits], Output(wide, category=Category.LOGITS))
     with tape.marked(Mark.LOG_PROBABILITIES):
-        if size == wide_bytes:
-            of_tokens = tape.operation("log_probabilities.gather", [logits], tokens, saves=Saved(extra_bytes=[index]))
-            sums = tape.operation(
-                "log_probabilities.logsumexp",
-                [logits],
-                tokens,
-                saves=Saved([logits], output=True),
-                backward_temporary_bytes=size,
-            )
-            tape.operation("log_probabilities", [of_tokens, sums], tokens)
+        if softmax:
+            _whole_softmax(tape, logits, context)
+        elif logits.num_bytes == wide:
+            _logarithms_of_sums(tape, logits, context)
         else:
-            kept = Saved(extra_bytes=[size, index])  # each sequence's log-softmax
-            tape.operation("log_probabilities", [logits], tokens, saves=kept, backward_temporary_bytes=size)
+            _softmax_of_sequences(tape, logits, context)
+
+
+def widened_bytes(context: HFContext) -> int:
+    """Bytes of all logits in fp32."""
+    return context.rows * context.group.part(context.architecture.vocab_size) * FP32
+
+
+def _whole_softmax(tape: Tape, logits: Tensor, context: HFContext) -> None:
+    """The log-softmax of all logits, and the tokens' (trl before 0.15). Before 0.12 and in LLaMA-Factory
+    (`get_batch_logps`) it is of all logits but each sequence's last, of which torch first makes a contiguous copy."""
+    size = logits.num_bytes
+    copy = size if context.loss.token_scores == "shifted_log_softmax" else 0
+    result = tape.operation(
+        "log_softmax",
+        [logits],
+        Output(size, category=Category.LOGITS),
+        saves=Saved(output=True),
+        forward_temporary_bytes=copy,
+    )
+    kept = Saved(extra_bytes=[context.rows * INT64])
+    tape.operation("log_probabilities", [result], context.rows * FP32, saves=kept)
+
+
+def _logarithms_of_sums(tape: Tape, logits: Tensor, context: HFContext) -> None:
+    """The tokens' logits less the logarithm of each sum, taken for each sequence alone (trl 0.15 to 1.14 `trainer/utils.py`
+    selective_log_softmax). Backward has the gradients of all sequences before it stacks them into one."""
+    tokens, index = context.rows * FP32, context.rows * INT64
+    chosen = tape.operation("log_probabilities.gather", [logits], tokens, saves=Saved(extra_bytes=[index]))
+    kept = Saved([logits], output=True)
+    sums = tape.operation(
+        "log_probabilities.logsumexp", [logits], tokens, saves=kept, backward_temporary_bytes=logits.num_bytes
+    )
+    tape.operation("log_probabilities", [chosen, sums], tokens)
+
+
+def _softmax_of_sequences(tape: Tape, logits: Tensor, context: HFContext) -> None:
+    """Each sequence's log-softmax, and its tokens': as above in 16 bits, in which sums of exponentials are too coarse."""
+    kept = Saved(extra_bytes=[logits.num_bytes, context.rows * INT64])
+    tape.operation(
+        "log_probabilities", [logits], context.rows * FP32, saves=kept, backward_temporary_bytes=logits.num_bytes
+    )
 
 
 def score(build: BlockBuilder, hidden: Tensor) -> None:
