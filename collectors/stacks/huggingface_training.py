@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -180,17 +182,30 @@ def announcing_loss(model: Any, job: TrainingJob, on_loss: Callable[[], None]) -
         assert loss_function is not None
         return loss_function(*arguments, **keywords)
 
-    if loss_function is not None:  # since transformers 4.46
-        inner.loss_function = announced
     before = _module_before_loss(inner, job)
     announcement = before.register_forward_hook(lambda *_: on_loss()) if before is not None else None
     try:
-        yield
+        with _calling(inner, announced) if loss_function is not None else contextlib.nullcontext():
+            yield
     finally:
-        if loss_function is not None:
-            inner.loss_function = loss_function
         if announcement is not None:
             announcement.remove()
+
+
+@contextlib.contextmanager
+def _calling(inner: Any, loss_function: Callable[..., Any]) -> Iterator[None]:
+    """A context in which the network calls this `loss_function`. It is the class's property, which cannot be set in older
+    releases (transformers 4.48.1 modeling_utils.py, `PreTrainedModel.loss_function`)."""
+    own, kind = inner.loss_function, type(inner)
+    if getattr(getattr(kind, "loss_function", None), "fset", True) is not None:
+        inner.loss_function = loss_function
+        try:
+            yield
+        finally:
+            inner.loss_function = own
+    else:
+        with mock.patch.object(kind, "loss_function", property(lambda _: loss_function)):
+            yield
 
 
 def _module_before_loss(inner: Any, job: TrainingJob) -> Any:
@@ -198,5 +213,13 @@ def _module_before_loss(inner: Any, job: TrainingJob) -> Any:
     if job.loss.fused_linear_cross_entropy:
         return inner.base_model
     own_loss = job.architecture.kind in ("encoder", "encoder_decoder", "undescribed", "multimodal")
-    own_loss = own_loss or not hasattr(inner, "loss_function")  # transformers before 4.46
+    own_loss = own_loss or not _calls_loss_function(inner)
     return inner.get_output_embeddings() if own_loss else None
+
+
+def _calls_loss_function(inner: Any) -> bool:
+    """Whether the network's forward calls its `loss_function`: since transformers 4.46, GPT-BigCode's and others' later
+    (4.48.1 modeling_gpt_bigcode.py, `GPTBigCodeForCausalLM.forward` makes a CrossEntropyLoss)."""
+    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(inner).__mro__ if "forward" in vars(kind)]
+    codes = [getattr(forward, "__code__", None) for forward in forwards]
+    return any(code is not None and "loss_function" in code.co_names for code in codes)
