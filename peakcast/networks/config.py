@@ -131,8 +131,9 @@ def _check_describes_network(config: object) -> None:
 def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """`config`, whose `text_config` says the sizes that it leaves to its class."""
     text = config.get("text_config")
-    defaults = language_defaults(text.get("model_type")) if isinstance(text, Mapping) else {}
-    return {**config, "text_config": {**defaults, **text}} if defaults else config
+    if not isinstance(text, Mapping) or not (defaults := language_defaults(text.get("model_type"))):
+        return config
+    return {**config, "text_config": {**defaults, **text}}
 
 
 def _language_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
