@@ -8,10 +8,12 @@ import pytest
 
 from peakcast import api
 from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.recording import FirstStepError, WalkRecorder
 from peakcast.commands import cli
 from peakcast.core.errors import CollectorError, SpecError
 from peakcast.doors import recording
 from peakcast.jobs.spec import Offload, TrainingJob
+from peakcast.models.recipes import shelf
 from peakcast.web.asking import PageState, answered
 
 AROUND_UNITS = {
@@ -58,6 +60,43 @@ def test_a_network_that_transformers_does_not_have_is_not_recorded_and_not_trace
     assert not recording.only_a_trace_has(job)
     with pytest.raises(SpecError, match="has no model_type='of_my_own', and code from the hub is not run here"):
         api.predict(job, "H100-80GB")
+
+
+def test_a_network_whose_first_step_took_too_long_is_not_traced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace runs two steps of the whole network, which took another five minutes."""
+    network = {**UNKNOWN, "model_type": "qwen3_next", "num_hidden_layers": 48}
+    job = expand({"include": [{"architecture": network}]})[0]
+    monkeypatch.delenv("PEAKCAST_RECORD")
+    monkeypatch.setattr(recording, "recipe_of", lambda job: None)
+    for error, traced in ((CollectorError("its layers differ"), True), (FirstStepError("it took 300 s"), False)):
+
+        def fails(job: TrainingJob, error: CollectorError = error) -> None:
+            raise error
+
+        monkeypatch.setattr(shelf, "_reasons", {})
+        monkeypatch.setattr(recording, "record_recipe", fails)
+        recording.ensure_recipe(job)
+        assert shelf.why_not(job) == str(error).rstrip(".")
+        assert recording.only_a_trace_has(job) == traced
+
+
+def _walk(python: str, times: int) -> None:
+    with WalkRecorder(python, 2.0) as recorder, recorder.of(expand({"include": [{"architecture": UNKNOWN}]})[0]) as library:
+        for _ in range(times):
+            library.walk(None, 1, 256, 1)
+
+
+def test_only_a_first_step_that_never_came_is_told_apart(tmp_path: Path) -> None:
+    """A stand-in for the interpreter answers the job, then so many walks, and no more."""
+    for walks, kind in ((0, FirstStepError), (1, CollectorError)):
+        python = tmp_path / f"python{walks}"
+        answer = 'read line; echo \'{"versions": {}, "defaults": {}, "read": []}\'\n'
+        python.write_text("#!/bin/sh\n" + answer * (1 + walks) + "exec sleep 60\n")
+        python.chmod(0o755)
+        with pytest.raises(CollectorError) as error:
+            _walk(str(python), walks + 1)
+        assert type(error.value) is kind
+        assert "took longer than 2 s" in str(error.value)
 
 
 def test_explain_says_that_it_records_as_predict_does(monkeypatch: pytest.MonkeyPatch) -> None:
