@@ -12,7 +12,7 @@ from peakcast.collectors.measure.recording import FirstStepError, WalkRecorder
 from peakcast.commands import cli
 from peakcast.core.errors import CollectorError, SpecError
 from peakcast.doors import recording
-from peakcast.jobs.spec import Offload, TrainingJob
+from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shelf
 from peakcast.web.asking import PageState, answered
 
@@ -134,21 +134,22 @@ def test_a_network_that_cannot_be_recorded_is_traced(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv(recording.VARIABLE)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 128}
     network = {"model_type": "apertus", **sizes, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    job = {"architecture": network, "micro_batch_size": 2, "sequence_length": 64, "offload": {"activations": True}}
+    padded = {"form": "masked", "num_tokens": 100}
+    job = {"architecture": network, "micro_batch_size": 2, "sequence_length": 64, "batch": padded}
     answer = api.predict(job, gpu="H100-80GB")
     assert any("traced without a GPU" in sentence for sentence in answer.assumptions)
     assert not any("no family of the ledger" in warning for warning in answer.warnings)
 
 
 def test_search_asks_about_what_recipes_cover() -> None:
-    """What comes with peakcast covers no offloading; what a search finds is what `predict` answers."""
+    """What comes with peakcast covers no offloaded activations; what a search finds is what `predict` answers."""
     sizes = {"hidden_size": 1536, "num_hidden_layers": 5, "num_attention_heads": 12, "vocab_size": 50257}
     network = {"model_type": "apertus", **sizes, "num_key_value_heads": 4, "intermediate_size": 4096}
     job = {"architecture": network, "micro_batch_size": 2, "sequence_length": 1024}
     found = api.search(job, "H100-80GB", num_gpus=8, global_batch_size=32)
     assert found.plans
     for plan in found.plans:
-        assert plan.job.offload == Offload()
+        assert not plan.job.offload.activations
         assert plan.peak_device_bytes == api.predict(plan.job, "H100-80GB").peak_device_bytes
     assert {plan.job.parallelism.sharding for plan in found.plans} == {"none", "fsdp2"}
     assert {plan.job.activation_checkpointing.mode for plan in found.plans} == {"none", "full"}

@@ -16,6 +16,7 @@ from peakcast.collectors.stacks import layouts
 from peakcast.collectors.stacks.batches import batch_of
 from peakcast.collectors.stacks.optimizers import LEARNING_RATE, build_optimizer
 from peakcast.collectors.stacks.parts.compiled import is_compiled_whole
+from peakcast.core.versions import release
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.lengths import lengths_change, steps
 from peakcast.jobs.spec import TrainingJob
@@ -62,11 +63,16 @@ class HuggingFaceTraining:
             self._saves(),
             self.layout.computing_loss(),
         ):
-            switches = {"use_cache": False} if self.job.architecture.kind in ("decoder", "hybrid") else {}
-            outputs = self.model(**self.batch, **switches, **self._positions())
+            outputs = self.model(**self.batch, **self._switches(), **self._positions())
         if not conventions(self.job)["outputs_dropped"]:
             self._outputs = outputs  # a plain loop keeps them until it assigns them again
         return outputs.loss
+
+    def _switches(self) -> dict[str, bool]:
+        """The Trainer trains without a cache since transformers 5 (5.17 trainer.py: `config.use_cache = args.use_cache`);
+        before, networks decide, and GPT-BigCode keeps one while it checkpoints."""
+        switched_off = self.job.architecture.kind in ("decoder", "hybrid") and release(transformers.__version__) >= (5,)
+        return {"use_cache": False} if switched_off else {}
 
     def _draw_lengths(self) -> None:
         """If lengths change from step to step: make a new batch for each micro-batch."""

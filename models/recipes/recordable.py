@@ -5,7 +5,7 @@ from __future__ import annotations
 from peakcast.dialects.common.own_networks import library_of, own_network
 from peakcast.jobs.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.jobs.lengths import lengths_change
-from peakcast.jobs.spec import Offload, TrainingJob
+from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.networks.families import family_of
 
@@ -44,7 +44,6 @@ def cannot_be_recorded(job: TrainingJob) -> str:
             f"ZeRO-3 takes the experts of {job.architecture.model_type} as one module, which is not recorded",
         ),
         (job.precision.compute == "float8", "float8 is not recorded"),
-        (job.offload != Offload(), "offloading is not recorded"),
         (job.loss.kind != "cross_entropy", f"loss.kind={job.loss.kind!r} is not recorded"),
         (lengths_change(job), "lengths that change are not recorded"),
         (
@@ -72,6 +71,7 @@ def _not_of_its_library(job: TrainingJob) -> str:
             f"of {library}, checkpoints of every layer are recorded",
         ),
         (job.loss.fused_linear_cross_entropy, f"a fused loss is not recorded of {library}"),
+        (job.offload.activations, f"offloaded activations are not recorded of {library}"),
         (bool(job.finetuning.frozen or job.finetuning.modules_to_save), f"frozen parts are not recorded of {library}"),
     )
     return next((reason for holds, reason in checks if holds), "")
