@@ -14,6 +14,8 @@ from peakcast.core.errors import CollectorError, SpecError
 from peakcast.doors import recording
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shelf
+from peakcast.models.recipes.recordable import cannot_be_recorded
+from peakcast.models.recipes.regime import regime
 from peakcast.web.asking import PageState, answered
 
 AROUND_UNITS = {
@@ -22,6 +24,7 @@ AROUND_UNITS = {
     "parallelism": {"data_parallel_size": 2, "sharding": "fsdp1"},
     "framework_options": {"checkpoints_around_units": True},
 }
+ZERO2 = {"data_parallel_size": 2, "zero_stage": 2}
 UNKNOWN = {"model_type": "minimax_m2", "num_hidden_layers": 4, "hidden_size": 64, "num_local_experts": 4}
 
 
@@ -123,6 +126,8 @@ def test_a_network_that_cannot_be_recorded_says_what_stands_in_the_way(tmp_path:
         ({"framework": "megatron"}, "framework='megatron' is not recorded"),
         ({"finetuning": {"method": "qlora", "rank": 8, "quantization": "int8"}}, "quantization='int8' is not recorded"),
         (AROUND_UNITS, "FSDP1 keeps the inputs of checkpoints around its units"),
+        ({"offload": {"optimizer": True}}, "offloaded weights or optimizer states are placed under ZeRO"),
+        ({"offload": {"activations": True}, "framework": "deepspeed", "parallelism": ZERO2}, "for layouts other than ZeRO"),
     ):
         with pytest.raises(SpecError, match=f"'gpt2' cannot be recorded: .*{said}"):
             api.record({"architecture": "gpt2", **more})
@@ -139,6 +144,16 @@ def test_a_network_that_cannot_be_recorded_is_traced(monkeypatch: pytest.MonkeyP
     answer = api.predict(job, gpu="H100-80GB")
     assert any("traced without a GPU" in sentence for sentence in answer.assumptions)
     assert not any("no family of the ledger" in warning for warning in answer.warnings)
+
+
+def test_what_a_layout_keeps_on_the_host_changes_no_recording() -> None:
+    """Only activations do, which the network's own step offloads."""
+    sharded = {"parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"}}
+    on_host = {"offload": {"parameters": True, "optimizer": True}, **sharded}
+    cells = [{}, on_host, {"offload": {"activations": True}}]
+    plain, hosted, activations = expand({"include": [{"architecture": UNKNOWN, **cell} for cell in cells]})
+    assert not cannot_be_recorded(hosted)
+    assert regime(hosted) == regime(plain) != regime(activations)
 
 
 def test_search_asks_about_what_recipes_cover() -> None:

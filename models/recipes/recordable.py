@@ -44,6 +44,14 @@ def cannot_be_recorded(job: TrainingJob) -> str:
             f"ZeRO-3 takes the experts of {job.architecture.model_type} as one module, which is not recorded",
         ),
         (job.precision.compute == "float8", "float8 is not recorded"),
+        (
+            _offloads_without_layout(job),
+            "offloaded weights or optimizer states are placed under ZeRO, and under FSDP if both are",
+        ),
+        (
+            job.offload.activations and (layout.zero_stage > 0 or bool(conventions(job).get("checkpoints_around_units"))),
+            "offloaded activations are recorded for layouts other than ZeRO, with checkpoints inside FSDP's units",
+        ),
         (job.loss.kind != "cross_entropy", f"loss.kind={job.loss.kind!r} is not recorded"),
         (lengths_change(job), "lengths that change are not recorded"),
         (
@@ -57,6 +65,13 @@ def cannot_be_recorded(job: TrainingJob) -> str:
     )
     found = next((reason for holds, reason in checks if holds), "")
     return found or (_not_of_its_library(job) if own_network(job) is not None else "")
+
+
+def _offloads_without_layout(job: TrainingJob) -> bool:
+    """Whether something other than activations is kept on the host that the layout does not take there."""
+    layout, kept = job.parallelism, (job.offload.parameters, job.offload.optimizer)
+    sharded = layout.num_replicas > 1 and layout.sharding != "none"
+    return any(kept) and not layout.zero_stage and not (sharded and all(kept))
 
 
 def _not_of_its_library(job: TrainingJob) -> str:
