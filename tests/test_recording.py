@@ -8,10 +8,14 @@ import pytest
 
 from peakcast import api
 from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.recording import FirstStepError, WalkRecorder
 from peakcast.commands import cli
 from peakcast.core.errors import CollectorError, SpecError
 from peakcast.doors import recording
-from peakcast.jobs.spec import Offload, TrainingJob
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.recipes import shelf
+from peakcast.models.recipes.recordable import cannot_be_recorded
+from peakcast.models.recipes.regime import regime
 from peakcast.web.asking import PageState, answered
 
 AROUND_UNITS = {
@@ -20,6 +24,7 @@ AROUND_UNITS = {
     "parallelism": {"data_parallel_size": 2, "sharding": "fsdp1"},
     "framework_options": {"checkpoints_around_units": True},
 }
+ZERO2 = {"data_parallel_size": 2, "zero_stage": 2}
 UNKNOWN = {"model_type": "minimax_m2", "num_hidden_layers": 4, "hidden_size": 64, "num_local_experts": 4}
 
 
@@ -60,6 +65,43 @@ def test_a_network_that_transformers_does_not_have_is_not_recorded_and_not_trace
         api.predict(job, "H100-80GB")
 
 
+def test_a_network_whose_first_step_took_too_long_is_not_traced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace runs two steps of the whole network, which took another five minutes."""
+    network = {**UNKNOWN, "model_type": "qwen3_next", "num_hidden_layers": 48}
+    job = expand({"include": [{"architecture": network}]})[0]
+    monkeypatch.delenv("PEAKCAST_RECORD")
+    monkeypatch.setattr(recording, "recipe_of", lambda job: None)
+    for error, traced in ((CollectorError("its layers differ"), True), (FirstStepError("it took 300 s"), False)):
+
+        def fails(job: TrainingJob, error: CollectorError = error) -> None:
+            raise error
+
+        monkeypatch.setattr(shelf, "_reasons", {})
+        monkeypatch.setattr(recording, "record_recipe", fails)
+        recording.ensure_recipe(job)
+        assert shelf.why_not(job) == str(error).rstrip(".")
+        assert recording.only_a_trace_has(job) == traced
+
+
+def _walk(python: str, times: int) -> None:
+    with WalkRecorder(python, 2.0) as recorder, recorder.of(expand({"include": [{"architecture": UNKNOWN}]})[0]) as library:
+        for _ in range(times):
+            library.walk(None, 1, 256, 1)
+
+
+def test_only_a_first_step_that_never_came_is_told_apart(tmp_path: Path) -> None:
+    """A stand-in for the interpreter answers the job, then so many walks, and no more."""
+    for walks, kind in ((0, FirstStepError), (1, CollectorError)):
+        python = tmp_path / f"python{walks}"
+        answer = 'read line; echo \'{"versions": {}, "defaults": {}, "read": []}\'\n'
+        python.write_text("#!/bin/sh\n" + answer * (1 + walks) + "exec sleep 60\n")
+        python.chmod(0o755)
+        with pytest.raises(CollectorError) as error:
+            _walk(str(python), walks + 1)
+        assert type(error.value) is kind
+        assert "took longer than 2 s" in str(error.value)
+
+
 def test_explain_says_that_it_records_as_predict_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peakcast.doors.explaining.ensure_recipe", lambda job, progress: progress("recording it"))
     told = list[str]()
@@ -84,6 +126,8 @@ def test_a_network_that_cannot_be_recorded_says_what_stands_in_the_way(tmp_path:
         ({"framework": "megatron"}, "framework='megatron' is not recorded"),
         ({"finetuning": {"method": "qlora", "rank": 8, "quantization": "int8"}}, "quantization='int8' is not recorded"),
         (AROUND_UNITS, "FSDP1 keeps the inputs of checkpoints around its units"),
+        ({"offload": {"optimizer": True}}, "offloaded weights or optimizer states are placed under ZeRO"),
+        ({"offload": {"activations": True}, "framework": "deepspeed", "parallelism": ZERO2}, "for layouts other than ZeRO"),
     ):
         with pytest.raises(SpecError, match=f"'gpt2' cannot be recorded: .*{said}"):
             api.record({"architecture": "gpt2", **more})
@@ -95,21 +139,32 @@ def test_a_network_that_cannot_be_recorded_is_traced(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv(recording.VARIABLE)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 128}
     network = {"model_type": "apertus", **sizes, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    job = {"architecture": network, "micro_batch_size": 2, "sequence_length": 64, "offload": {"activations": True}}
+    padded = {"form": "masked", "num_tokens": 100}
+    job = {"architecture": network, "micro_batch_size": 2, "sequence_length": 64, "batch": padded}
     answer = api.predict(job, gpu="H100-80GB")
     assert any("traced without a GPU" in sentence for sentence in answer.assumptions)
     assert not any("no family of the ledger" in warning for warning in answer.warnings)
 
 
+def test_what_a_layout_keeps_on_the_host_changes_no_recording() -> None:
+    """Only activations do, which the network's own step offloads."""
+    sharded = {"parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"}}
+    on_host = {"offload": {"parameters": True, "optimizer": True}, **sharded}
+    cells = [{}, on_host, {"offload": {"activations": True}}]
+    plain, hosted, activations = expand({"include": [{"architecture": UNKNOWN, **cell} for cell in cells]})
+    assert not cannot_be_recorded(hosted)
+    assert regime(hosted) == regime(plain) != regime(activations)
+
+
 def test_search_asks_about_what_recipes_cover() -> None:
-    """What comes with peakcast covers no offloading; what a search finds is what `predict` answers."""
+    """What comes with peakcast covers no offloaded activations; what a search finds is what `predict` answers."""
     sizes = {"hidden_size": 1536, "num_hidden_layers": 5, "num_attention_heads": 12, "vocab_size": 50257}
     network = {"model_type": "apertus", **sizes, "num_key_value_heads": 4, "intermediate_size": 4096}
     job = {"architecture": network, "micro_batch_size": 2, "sequence_length": 1024}
     found = api.search(job, "H100-80GB", num_gpus=8, global_batch_size=32)
     assert found.plans
     for plan in found.plans:
-        assert plan.job.offload == Offload()
+        assert not plan.job.offload.activations
         assert plan.peak_device_bytes == api.predict(plan.job, "H100-80GB").peak_device_bytes
     assert {plan.job.parallelism.sharding for plan in found.plans} == {"none", "fsdp2"}
     assert {plan.job.activation_checkpointing.mode for plan in found.plans} == {"none", "full"}

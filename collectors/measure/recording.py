@@ -22,6 +22,8 @@ RecordWalk = Callable[..., dict[str, Any]]
 """Takes the arguments of `Walker.walk` in `collectors/tracing/walks.py` and returns the walk as a mapping."""
 TIMEOUT_SECONDS = 300
 """Time limit for all walks of one network together."""
+FIRST_STEP = 2
+"""Which answer has the first step of the whole network; the one before has the libraries' releases."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class Library:
     """Flat name of a configuration's value -> the default that applies if a configuration does not say it."""
     read: frozenset[str]
     """Names of values that the libraries' code may read from a configuration."""
+
+
+class FirstStepError(CollectorError):
+    """Not even the first step of the whole network ended within the time limit."""
 
 
 class WalkRecorder:
@@ -117,10 +123,12 @@ class _Worker:
             reason = f"python={python!r} cannot be started: {error.strerror}; give the path of an interpreter."
             raise CollectorError(reason, parameter="python", value=python) from error
         self._limit = 0.0
+        self._answers = 0
 
     @contextmanager
     def limited(self, timeout_seconds: float) -> Iterator[None]:
         """A context after whose time limit the process is ended."""
+        self._answers = 0
         late = threading.Timer(timeout_seconds, self._late, [timeout_seconds])
         late.start()
         try:
@@ -144,7 +152,8 @@ class _Worker:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            raise CollectorError(self._last_words())
+            raise (FirstStepError if self._limit and self._answers < FIRST_STEP else CollectorError)(self._last_words())
+        self._answers += 1
         found: dict[str, Any] = json.loads(answer) or {}
         if "refused" in found:
             raise CollectorError(found["refused"])

@@ -162,13 +162,14 @@ def with_adapters(model: Any, job: TrainingJob) -> Any:
     targets: str | list[str] | None = list(tuning.targets) or _assumed_targets(model, job)
     if targets == ["all-linear"]:
         targets = "all-linear"
+    excluded = {"exclude_modules": frozen} if (frozen := frozen_modules(model, job)) else {}  # since peft 0.14
     config = peft.LoraConfig(
         r=tuning.rank or 8,
         lora_alpha=tuning.alpha or 16,
         lora_dropout=tuning.dropout,
         target_modules=targets,
         task_type=_task_type(model, job),
-        exclude_modules=frozen_modules(model, job) or None,
+        **excluded,
         modules_to_save=list(tuning.modules_to_save) or None,
     )
     if job.activation_checkpointing.mode != "none":

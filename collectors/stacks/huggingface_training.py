@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from peakcast.collectors.stacks import layouts
 from peakcast.collectors.stacks.batches import batch_of
 from peakcast.collectors.stacks.optimizers import LEARNING_RATE, build_optimizer
 from peakcast.collectors.stacks.parts.compiled import is_compiled_whole
+from peakcast.core.versions import release
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.lengths import lengths_change, steps
 from peakcast.jobs.spec import TrainingJob
@@ -60,11 +63,16 @@ class HuggingFaceTraining:
             self._saves(),
             self.layout.computing_loss(),
         ):
-            switches = {"use_cache": False} if self.job.architecture.kind in ("decoder", "hybrid") else {}
-            outputs = self.model(**self.batch, **switches, **self._positions())
+            outputs = self.model(**self.batch, **self._switches(), **self._positions())
         if not conventions(self.job)["outputs_dropped"]:
             self._outputs = outputs  # a plain loop keeps them until it assigns them again
         return outputs.loss
+
+    def _switches(self) -> dict[str, bool]:
+        """The Trainer trains without a cache since transformers 5 (5.17 trainer.py: `config.use_cache = args.use_cache`);
+        before, networks decide, and GPT-BigCode keeps one while it checkpoints."""
+        switched_off = self.job.architecture.kind in ("decoder", "hybrid") and release(transformers.__version__) >= (5,)
+        return {"use_cache": False} if switched_off else {}
 
     def _draw_lengths(self) -> None:
         """If lengths change from step to step: make a new batch for each micro-batch."""
@@ -180,17 +188,30 @@ def announcing_loss(model: Any, job: TrainingJob, on_loss: Callable[[], None]) -
         assert loss_function is not None
         return loss_function(*arguments, **keywords)
 
-    if loss_function is not None:  # since transformers 4.46
-        inner.loss_function = announced
     before = _module_before_loss(inner, job)
     announcement = before.register_forward_hook(lambda *_: on_loss()) if before is not None else None
     try:
-        yield
+        with _calling(inner, announced) if loss_function is not None else contextlib.nullcontext():
+            yield
     finally:
-        if loss_function is not None:
-            inner.loss_function = loss_function
         if announcement is not None:
             announcement.remove()
+
+
+@contextlib.contextmanager
+def _calling(inner: Any, loss_function: Callable[..., Any]) -> Iterator[None]:
+    """A context in which the network calls this `loss_function`. It is the class's property, which cannot be set in older
+    releases (transformers 4.48.1 modeling_utils.py, `PreTrainedModel.loss_function`)."""
+    own, kind = inner.loss_function, type(inner)
+    if getattr(getattr(kind, "loss_function", None), "fset", True) is not None:
+        inner.loss_function = loss_function
+        try:
+            yield
+        finally:
+            inner.loss_function = own
+    else:
+        with mock.patch.object(kind, "loss_function", property(lambda _: loss_function)):
+            yield
 
 
 def _module_before_loss(inner: Any, job: TrainingJob) -> Any:
@@ -198,5 +219,13 @@ def _module_before_loss(inner: Any, job: TrainingJob) -> Any:
     if job.loss.fused_linear_cross_entropy:
         return inner.base_model
     own_loss = job.architecture.kind in ("encoder", "encoder_decoder", "undescribed", "multimodal")
-    own_loss = own_loss or not hasattr(inner, "loss_function")  # transformers before 4.46
+    own_loss = own_loss or not _calls_loss_function(inner)
     return inner.get_output_embeddings() if own_loss else None
+
+
+def _calls_loss_function(inner: Any) -> bool:
+    """Whether the network's forward calls its `loss_function`: since transformers 4.46, GPT-BigCode's and others' later
+    (4.48.1 modeling_gpt_bigcode.py, `GPTBigCodeForCausalLM.forward` makes a CrossEntropyLoss)."""
+    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(inner).__mro__ if "forward" in vars(kind)]
+    codes = [getattr(forward, "__code__", None) for forward in forwards]
+    return any(code is not None and "loss_function" in code.co_names for code in codes)

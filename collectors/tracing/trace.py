@@ -85,7 +85,7 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
     """Prepare this process permanently so that `tracer` can trace jobs like `job`. Returns a context in which the trace
     must run."""
     from peakcast.collectors.stacks import layouts
-    from peakcast.collectors.tracing import deepspeed_fakes, dtensors, fake_cuda, known_values, patches
+    from peakcast.collectors.tracing import deepspeed_fakes, fake_cuda, known_values, patches
 
     if job.framework == "deepspeed":
         deepspeed_fakes.install()
@@ -101,6 +101,8 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
     _install_packages(job, compiled=compiled)
     _install_streams(job)
     if job.parallelism.world_size > 1:
+        from peakcast.collectors.tracing import dtensors  # of internals that torch 2.4 has elsewhere
+
         dtensors.install()
     layouts.start_group(job, rank)
     if job.framework == "megatron":

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._higher_order_ops import wrap
-from torch._prims.rng_prims import graphsafe_run_with_rng_state
+from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed._tensor import DTensor  # where torch 2.4 has it too
 from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -39,6 +39,7 @@ from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 ALLOCATION_UNIT_BYTES = 512
 FAKE = torch._C._TorchDispatchModeKey.FAKE
+AROUND = getattr(rng_prims, "graphsafe_run_with_rng_state", None)  # torch 2.4 has none
 OUTER = (DTensor, AsyncCollectiveTensor)
 """Tensors that wrap others: a DTensor around its shard, and the result of a collective that was not yet waited for."""
 LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
@@ -224,7 +225,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             return NotImplemented  # it runs operations on its inner tensors, each of which comes here
         if (found := self._instead(func, args, kwargs or {})) is not NotImplemented:
             return found
-        if func is graphsafe_run_with_rng_state:  # around an operator that compiled code recomputes
+        if func is AROUND:  # around an operator that compiled code recomputes
             func, *args = args
             kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}
         if func in INTO_ZEROS and self._fills_new_zeros(args[0]):

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from peakcast.collectors.processes.warm_parent import die_with_parent
 from peakcast.collectors.stacks.parts.skipped_layers import Results, numbered_kinds, skipping
 from peakcast.collectors.stacks.parts.skipped_layers import observed as observed_results
 from peakcast.collectors.stacks.steps.stepping import name_gradients
@@ -319,11 +320,13 @@ def main() -> int:
         print(f"peakcast: recording needs {error.name}; install it with: pip install 'peakcast[collect]'", file=sys.stderr)
         return 2
     del torch
+    die_with_parent()  # a walk takes minutes, which nobody would wait for
     with contextlib.suppress(ImportError):  # a library with networks of its own needs none
         import transformers  # noqa: F401  # loaded once for all jobs
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
+            die_with_parent()
             serve(line)
             sys.stdout.flush()
             os._exit(0)

@@ -10,10 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from peakcast.core.findings import sentences
 from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.measurements.records import Measurement
 from peakcast.models.baseline.ledger import ledger
-from peakcast.models.ledger.scope.scope import out_of_scope
+from peakcast.models.ledger.recorded.covering import lacked_kernels
+from peakcast.models.ledger.scope.scope import scope_findings
 
 ONE_GPU_TOLERANCE = 0.001
 PARALLEL_TOLERANCE = 0.005
@@ -61,7 +63,7 @@ def _agreement(row: Measurement) -> Agreement:
     if row.outcome != "ok":
         reason = f"no trace: {row.environment.get('reason', row.outcome)}"
         return Agreement(job=row.job, rank=row.rank, errors={}, reason=reason)
-    if reason := out_of_scope(row.job):
+    if reason := _not_comparable(row.job):
         return Agreement(job=row.job, rank=row.rank, errors={}, reason=reason)
     first, steady = (ledger(row.job, rank=row.rank, step=step) for step in ("first", "steady"))
     found = {phase.name.lower(): size for phase, size in steady.phase_peaks().items()}
@@ -75,3 +77,9 @@ def _agreement(row: Measurement) -> Agreement:
         found["optimizer_step"] = max(found["optimizer_step"], found.pop("gradient_clipping"))
     errors = {phase: found[phase] / size - 1 for phase, size in traced.items() if size and phase in found}
     return Agreement(job=row.job, rank=row.rank, errors=errors)
+
+
+def _not_comparable(job: TrainingJob) -> str:
+    """What the ledger does not cover of `job`; kernels that a recipe was recorded without are lacked by the trace too."""
+    lacked = lacked_kernels(job)
+    return " ".join(sentences(finding for finding in scope_findings(job) if finding not in lacked))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from peakcast.dialects.common.own_networks import library_of, own_network
 from peakcast.jobs.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.jobs.lengths import lengths_change
-from peakcast.jobs.spec import Offload, TrainingJob
+from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.networks.families import family_of
 
@@ -44,7 +44,14 @@ def cannot_be_recorded(job: TrainingJob) -> str:
             f"ZeRO-3 takes the experts of {job.architecture.model_type} as one module, which is not recorded",
         ),
         (job.precision.compute == "float8", "float8 is not recorded"),
-        (job.offload != Offload(), "offloading is not recorded"),
+        (
+            _offloads_without_layout(job),
+            "offloaded weights or optimizer states are placed under ZeRO, and under FSDP if both are",
+        ),
+        (
+            job.offload.activations and (layout.zero_stage > 0 or bool(conventions(job).get("checkpoints_around_units"))),
+            "offloaded activations are recorded for layouts other than ZeRO, with checkpoints inside FSDP's units",
+        ),
         (job.loss.kind != "cross_entropy", f"loss.kind={job.loss.kind!r} is not recorded"),
         (lengths_change(job), "lengths that change are not recorded"),
         (
@@ -60,6 +67,13 @@ def cannot_be_recorded(job: TrainingJob) -> str:
     return found or (_not_of_its_library(job) if own_network(job) is not None else "")
 
 
+def _offloads_without_layout(job: TrainingJob) -> bool:
+    """Whether something other than activations is kept on the host that the layout does not take there."""
+    layout, kept = job.parallelism, (job.offload.parameters, job.offload.optimizer)
+    sharded = layout.num_replicas > 1 and layout.sharding != "none"
+    return any(kept) and not layout.zero_stage and not (sharded and all(kept))
+
+
 def _not_of_its_library(job: TrainingJob) -> str:
     """What is not recorded of networks that a library has of its own."""
     library, checkpointing = library_of(job), job.activation_checkpointing
@@ -72,6 +86,7 @@ def _not_of_its_library(job: TrainingJob) -> str:
             f"of {library}, checkpoints of every layer are recorded",
         ),
         (job.loss.fused_linear_cross_entropy, f"a fused loss is not recorded of {library}"),
+        (job.offload.activations, f"offloaded activations are not recorded of {library}"),
         (bool(job.finetuning.frozen or job.finetuning.modules_to_save), f"frozen parts are not recorded of {library}"),
     )
     return next((reason for holds, reason in checks if holds), "")

@@ -9,15 +9,16 @@ from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.conventions import DRIVEN_BY, adapter_dtype, conventions, mixes_precision
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.parallelism import Parallelism
-from peakcast.jobs.spec import Finetuning, Optimizer, Precision, TrainingJob
+from peakcast.jobs.spec import Finetuning, Offload, Optimizer, Precision, TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.models.recipes.chunked import ChunkRule
 
 
 def regime(job: TrainingJob) -> TrainingJob:
     """The job on one GPU that has the same recipe as `job`, with the network that its library has of its own, if any.
-    What the layout, the optimizer and the allocator do is not recorded, except ZeRO-3's linear layers, which save more if
-    weights are frozen. All micro-batches run alike; what becomes of their gradients is up to the layout."""
+    What the layout, the optimizer and the allocator do is not recorded, nor what these keep on the host, except ZeRO-3's
+    linear layers, which save more if weights are frozen. All micro-batches run alike; what becomes of their gradients is
+    up to the layout."""
     precision = job.precision
     adapts = job.finetuning.method != "full"
     adapters = used_adapter_dtype(job) if adapts else None
@@ -36,6 +37,7 @@ def regime(job: TrainingJob) -> TrainingJob:
         gradient_accumulation_steps=1,
         parallelism=Parallelism(zero_stage=3) if job.parallelism.zero_stage == 3 and adapts else Parallelism(),
         optimizer=Optimizer(),
+        offload=Offload(activations=job.offload.activations),
         allocator=Allocator(),
         versions=FrozenMapping() if own is None else of_any_release(job).versions,
         precision=build(Precision, to_mapping(precision) | {**dtypes, "main_parameters": None}),

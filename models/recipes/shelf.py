@@ -41,6 +41,8 @@ NAMELESS = r"[^A-Za-z0-9_.]"
 _found: dict[str, list[Recipe]] = {}
 _reasons: dict[str, str] = {}
 """Why a job could not be recorded, by shelf name."""
+_endless: set[str] = set()
+"""Those of which not even one step of the whole network could be waited for."""
 
 
 def wants_recipe(job: TrainingJob) -> bool:
@@ -89,14 +91,21 @@ def shelve(job: TrainingJob, recipe: Recipe) -> None:
         return  # it stays in memory all the same
 
 
-def could_not_record(job: TrainingJob, reason: str) -> None:
-    """Remember why `job` has no recipe."""
+def could_not_record(job: TrainingJob, reason: str, *, endless: bool = False) -> None:
+    """Remember why `job` has no recipe, and whether its first step took longer than anyone waits (`endless`)."""
     _reasons[shelf_name(job)] = reason
+    if endless:
+        _endless.add(shelf_name(job))
 
 
 def why_not(job: TrainingJob) -> str:
     """Why `job` could not be recorded; "" if nobody tried."""
     return _reasons.get(shelf_name(job), "")
+
+
+def is_endless(job: TrainingJob) -> bool:
+    """Whether the first step of `job` took too long to be recorded, so that a trace of two would too."""
+    return shelf_name(job) in _endless
 
 
 @lru_cache(maxsize=1024)

@@ -54,10 +54,12 @@ def ensure_recipe(job: TrainingJob, progress: Callable[[str], None] | None = Non
         return
     if progress:
         progress(f"recording {job.architecture.name} without a GPU; this is done once and takes seconds to minutes")
+    from peakcast.collectors.measure.recording import FirstStepError
+
     try:
         record_recipe(job)
     except CollectorError as error:
-        shelf.could_not_record(job, str(error).rstrip("."))
+        shelf.could_not_record(job, str(error).rstrip("."), endless=isinstance(error, FirstStepError))
 
 
 def _unknown_to_its_library(job: TrainingJob) -> str:
@@ -197,8 +199,8 @@ def timelines_from(baseline: str, timeout_seconds: float = 600) -> Iterator[None
 
 def only_a_trace_has(job: TrainingJob) -> bool:
     """Whether the network of `job`, or what of it trains, is left to a trace: no recipe answers it, and its library is
-    installed and runs it."""
-    if os.environ.get(VARIABLE) == NEVER or lent() is not None or job.framework not in FRAMEWORKS:
+    installed and runs it in a time that one waits for."""
+    if shelf.is_endless(job) or os.environ.get(VARIABLE) == NEVER or lent() is not None or job.framework not in FRAMEWORKS:
         return False
     if library_of(job) not in installed_libraries() or _unknown_to_its_library(job):
         return False

@@ -10,7 +10,7 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import flat
 from peakcast.jobs.architecture import MOST_ELEMENTS, MOST_LAYERS, Architecture, MixtureOfExperts, MultiLatentAttention
-from peakcast.networks.families import counted_as, family, other_kinds
+from peakcast.networks.families import counted_as, family, language_defaults, other_kinds
 from peakcast.networks.rotary import read_rotary
 from peakcast.networks.rules import REQUIRED, Choice, ConfigRules, Key, Product, Rules, TomlTable
 from peakcast.networks.undescribed import is_traced, kept_configuration, undescribed
@@ -81,6 +81,7 @@ def is_unknown(config: Mapping[str, Any]) -> bool:
 def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[Architecture, Unread]:
     """The `Architecture` of a configuration, and the keys that it leaves out. Raises: SpecError."""
     _check_describes_network(config)
+    config = _with_defaults(config)
     language, multimodal = _language_part(config)
     seen = TrackedMapping(language)
     model_type = seen.get("model_type")
@@ -125,6 +126,14 @@ def _check_describes_network(config: object) -> None:
             f"{config.get('base_model_name_or_path')!r} (base_model_name_or_path), and the adapter as finetuning.",
             parameter="architecture",
         )
+
+
+def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`config`, whose `text_config` says the sizes that it leaves to its class."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or not (defaults := language_defaults(text.get("model_type"))):
+        return config
+    return {**config, "text_config": {**defaults, **text}}
 
 
 def _language_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:

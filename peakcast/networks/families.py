@@ -71,6 +71,16 @@ def other_kinds() -> Mapping[str, str]:
     return tomllib.loads(_CATALOG.joinpath("undescribed.toml").read_text(encoding="utf-8"))
 
 
+def language_defaults(model_type: object) -> Mapping[str, int]:
+    """Sizes that a language model inside another network's configuration has where that does not say them."""
+    return _language_defaults().get(model_type, {}) if isinstance(model_type, str) else {}
+
+
+@cache
+def _language_defaults() -> Mapping[str, Mapping[str, int]]:
+    return tomllib.loads(_CATALOG.joinpath("language_defaults.toml").read_text(encoding="utf-8"))
+
+
 # -- files --------------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,16 @@ from peakcast.core.errors import CatalogError
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.scope.scope import out_of_scope
-from peakcast.networks.families import NOT_ALIKE, counted_as, family, family_of, model_types, other_kinds, read_family
+from peakcast.networks.families import (
+    NOT_ALIKE,
+    counted_as,
+    family,
+    family_of,
+    language_defaults,
+    model_types,
+    other_kinds,
+    read_family,
+)
 from peakcast.networks.family import Family
 from peakcast.networks.reverse import hf_config_of
 
@@ -178,3 +187,11 @@ def test_no_module_names_a_family_but_the_one_that_unknown_families_are_taken_fo
     """Dialects do, which translate what other projects call their networks."""
     found = {path.relative_to(ROOT).as_posix(): set(named(path)) for path in CODE}
     assert {path: names for path, names in found.items() if names} == {"peakcast/networks/families.py": {"llama"}}
+
+
+def test_sizes_that_language_models_leave_to_their_class_are_those_of_transformers() -> None:
+    config = pytest.importorskip("transformers").AutoConfig
+    for model_type in model_types():
+        defaults = language_defaults(model_type)
+        found = config.for_model(model_type) if defaults else None
+        assert defaults == {name: getattr(found, name) for name in defaults}, model_type

@@ -33,6 +33,15 @@ CELLS = {
     "on eight ranks": {**FIRST, "parallelism.data_parallel_size": 8, "parallelism.sharding": "fsdp2"},
     "under ZeRO-2": {**FIRST, **DEEPSPEED, "parallelism": {"data_parallel_size": 8, "zero_stage": 2}},
     "under ZeRO-3": {**FIRST, **DEEPSPEED, "parallelism": {"data_parallel_size": 8, "zero_stage": 3}},
+    "with its weights on the host": {
+        **FIRST,
+        "offload": {"parameters": True, "optimizer": True},
+        "parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"},
+    },
+    "with an optimizer on the host": {
+        **{**FIRST, **DEEPSPEED, "parallelism": {"data_parallel_size": 8, "zero_stage": 2}},
+        "offload.optimizer": True,
+    },
     "with another optimizer step": {**FIRST, "optimizer": {"name": "sgd"}, "parallelism.data_parallel_size": 8},
 }
 JOBS = dict(zip(CELLS, (expand({"include": [cell]})[0] for cell in CELLS.values()), strict=True))
@@ -51,7 +60,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-LONGEST = ("of several micro-batches", "with another optimizer step", "uneven and longer than recorded")
+LONGEST = (
+    *("with its weights on the host", "with an optimizer on the host", "of several micro-batches"),
+    *("with another optimizer step", "uneven and longer than recorded"),
+)
 """Cells whose traces take longest."""
 
 

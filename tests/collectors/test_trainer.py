@@ -78,3 +78,38 @@ def test_what_the_trainer_is_not_told_is_refused_by_name(changes, says):
 def test_other_frameworks_have_no_such_loop():
     with pytest.raises(SpecError, match=r"framework_options\.loop is not an option of framework='torch'"):
         job({"loop": "trainer"}, framework="torch")
+
+
+class Callers:
+    """Stand-ins for the two ways in which releases of transformers have `loss_function`."""
+
+    class Set:
+        """As in transformers 5: it can be set on a network."""
+
+        own = staticmethod(lambda: "own")
+        loss_function = property(lambda self: self.own, lambda self, value: setattr(self, "own", value))
+
+        def forward(self):
+            return self.loss_function()
+
+    class Fixed:
+        """As in transformers 4.48: a property without a setter."""
+
+        loss_function = property(lambda self: lambda: "own")
+
+        def forward(self):
+            return self.loss_function()
+
+
+@pytest.mark.parametrize("kind", [Callers.Set, Callers.Fixed])
+def test_a_loss_function_is_replaced_in_every_release(kind):
+    from torch.nn import Linear
+
+    from peakcast.collectors.stacks.huggingface_training import _calling, _calls_loss_function
+
+    network = kind()
+    with _calling(network, lambda: "announced"):
+        assert network.forward() == "announced"
+    assert network.forward() == "own"
+    assert _calls_loss_function(network)
+    assert not _calls_loss_function(Linear(1, 1))  # a network that makes its own loss, as before 4.46

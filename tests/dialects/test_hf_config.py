@@ -203,6 +203,20 @@ def test_a_nested_text_configuration_is_read_and_marked_multimodal() -> None:
     assert architecture_from_hf_config({"model_type": "gemma3", "text_config": text}).kind == "decoder"
 
 
+def test_sizes_that_a_nested_text_configuration_leaves_to_its_class() -> None:
+    """llava-hf/llava-1.5-7b-hf and llava-v1.6-mistral-7b-hf say neither width nor depth of their language models."""
+    vision = {"model_type": "clip_vision_model", "hidden_size": 1024}
+    llama = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
+    mistral = {"model_type": "mistral", "vocab_size": 32064, "intermediate_size": 14336, "num_key_value_heads": 8}
+    for text, groups in ((llama, 32), (mistral, 8)):
+        read = architecture_from_hf_config({"model_type": "llava", "text_config": text, "vision_config": vision})
+        sizes = (read.hidden_size, read.num_hidden_layers, read.num_attention_heads, read.num_key_value_heads)
+        assert sizes == (4096, 32, 32, groups)
+        assert json.loads(read.configuration)["text_config"]["num_hidden_layers"] == 32  # a recording shortens it
+    with pytest.raises(SpecError, match="hidden_size is required"):
+        architecture_from_hf_config(llama)
+
+
 def test_an_unknown_family_with_all_of_llamas_keys_is_a_relative_of_llama() -> None:
     found = read(model_type="newllama")
     assert replace(found, configuration="") == replace(read(), name="newllama", model_type="newllama")

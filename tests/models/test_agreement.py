@@ -5,9 +5,12 @@ import dataclasses
 import pytest
 
 from peakcast.collectors.measure.grid import expand
+from peakcast.core.findings import found
 from peakcast.measurements.records import Measurement
+from peakcast.models.baseline import agreement
 from peakcast.models.baseline.agreement import agreements
 from peakcast.models.baseline.ledger import ledger
+from peakcast.models.ledger.recorded.covering import without_kernels
 from peakcast.reports.agreement import agreement_markdown, agreement_text
 
 (JOB,) = expand({"include": [{"architecture": {"name": "gpt2", "num_hidden_layers": 2}, "sequence_length": 128}]})
@@ -55,3 +58,15 @@ def test_a_trace_that_failed_or_a_job_out_of_scope_holds_nothing_and_says_why(ro
     assert "no such package" in cells[0].reason
     assert "compile=true" in cells[1].reason
     assert "2 cells could not be compared" in agreement_text(cells)
+
+
+def test_kernels_that_a_recipe_lacks_are_lacked_by_the_trace_too(row, monkeypatch):
+    """LFM2's causal_conv1d, for one: what else is not covered still counts."""
+    lacked = without_kernels([("causal_conv1d_fn", "causal_conv1d")])
+    monkeypatch.setattr(agreement, "lacked_kernels", lambda job: lacked)
+    other = found("its images are not counted.", "images")
+    for findings, reason in ((lacked, ""), ((*lacked, other), other.sentence)):
+        monkeypatch.setattr(agreement, "scope_findings", lambda job, findings=findings: findings)
+        (cell,) = agreements([row])
+        assert cell.reason == reason
+        assert cell.holds == (not reason)

@@ -19,7 +19,7 @@ from peakcast.models.recipes.baseline_choice import chosen, stack_traces
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.recordable import cannot_be_recorded
-from peakcast.models.recipes.shelf import installed_libraries, recipe_of, recipes_of, why_not
+from peakcast.models.recipes.shelf import installed_libraries, recipe_of, recipes_of, wants_recipe, why_not
 from peakcast.models.recipes.shipped import nearest_shipped
 from peakcast.networks.config import left_out_of
 from peakcast.networks.families import family, model_types
@@ -50,9 +50,13 @@ def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
     """Findings about what differs from the recording, for a job that needs a recipe."""
     if reason := no_recipe(job):
         return (found(f"{_wanting(job)}, and {reason}{_instead(job.architecture)}", "architecture"),)
-    recipe = recipe_of(job)
-    lacked = without_kernels(recipe.walk.replaced if recipe else ())
-    return (*lacked, *with_other_kernels(job), *_otherwise_placed(job))
+    return (*lacked_kernels(job), *with_other_kernels(job), *_otherwise_placed(job))
+
+
+def lacked_kernels(job: TrainingJob) -> tuple[Finding, ...]:
+    """The finding that the recipe of `job` was recorded without kernels that a GPU's environment is likely to have."""
+    recipe = recipe_of(job) if wants_recipe(job) else None
+    return without_kernels(recipe.walk.replaced if recipe else ())
 
 
 def without_kernels(replaced: Iterable[tuple[str, str]]) -> tuple[Finding, ...]:
