@@ -60,9 +60,8 @@ def test_a_search_asks_it_about_all_candidates_that_it_covers_and_counts_the_oth
     assert {plan.job.activation_checkpointing.mode for plan in found.plans} == {"none"}
     assert {plan.job.parallelism.sharding for plan in found.plans} == {"none", "fsdp2"}
     assert found.left_out["the recipe is of another activation_checkpointing.mode"] == found.num_candidates
-    assert {"offloading is not recorded", "of layouts, recipes are placed under DDP, FSDP, HSDP and ZeRO"} <= set(
-        found.left_out
-    )
+    assert "the recipe is of another offload.activations" in found.left_out
+    assert "of layouts, recipes are placed under DDP, FSDP, HSDP and ZeRO" in found.left_out
     for plan in found.plans:
         alone = peakcast.predict(plan.job, "H100-80GB", recipe=kept)
         assert plan.peak_device_bytes == alone.peak_device_bytes

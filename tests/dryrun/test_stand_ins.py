@@ -230,8 +230,9 @@ def test_a_tokenizer_that_stands_in_has_as_many_words_and_the_tokens_of_chats():
     assert len(cut["input_ids"]) == 512
 
 
-def test_a_tokenizer_that_stands_in_has_the_settings_that_it_is_asked_for():
+def test_a_tokenizer_that_stands_in_has_the_settings_that_it_is_asked_for(monkeypatch):
     pytest.importorskip("transformers")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no hub is asked, again and again
     from peakcast.collectors.dryrun.pretrained import Stand
 
     class Absent:
