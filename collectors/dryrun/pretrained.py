@@ -146,8 +146,14 @@ class Stand:
         fetch = auto.from_pretrained.__func__
 
         def from_pretrained(cls: Any, /, name: Any, *arguments: Any, **keywords: Any) -> Any:
-            with contextlib.suppress(OSError, ValueError):
+            try:
                 fetched = fetch(cls, name, *arguments, **keywords)
+            except (OSError, ValueError):
+                pass
+            except (TypeError, AttributeError):  # transformers 4 opens a vocabulary that it does not have
+                if Path(str(name)).exists():
+                    raise
+            else:
                 # if it knows the family but has no file, transformers 5 makes a tokenizer without words
                 if Path(str(name)).is_dir() or not hasattr(fetched, "vocab_size") or len(fetched) > FEWEST_WORDS:
                     return fetched
