@@ -321,7 +321,8 @@ def _words_tokenizer(size: int, positions: int = 0) -> Any:
                 text, text_pair = _first_words(text, most), _first_words(text_pair, most)
             return super().__call__(text, text_pair, *arguments, **keywords)
 
-    made = WordsTokenizer(tokenizer_object=words, **TOKENS)
+    names = ["input_ids", "attention_mask"]  # transformers 4 would add token_type_ids, which decoders refuse
+    made = WordsTokenizer(tokenizer_object=words, model_input_names=names, **TOKENS)
     made.chat_template = "{% for message in messages %}{{ message['content'] }} </s>{% endfor %}"
     made.model_max_length = positions or MOST_WORDS
     return made

@@ -224,6 +224,7 @@ def test_a_tokenizer_that_stands_in_has_as_many_words_and_the_tokens_of_chats():
     assert len(made) == made.vocab_size == 151_936  # scripts resize embeddings to it
     assert {"<|im_end|>", "<|eot_id|>", "[PAD]"} <= set(made.get_vocab())
     assert made.mask_token_id is not None
+    assert set(made("word word")) == {"input_ids", "attention_mask"}
     assert made("word word")["input_ids"] == [made.get_vocab()["word"]] * 2
     assert len(_words_tokenizer(0)) < 64
     cut = _words_tokenizer(0, positions=512)("word " * 600, truncation=True)  # as bert's own tokenizer, which has 512
