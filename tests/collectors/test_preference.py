@@ -59,7 +59,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from peakcast.collectors.stacks import build
 from peakcast.collectors.stacks.huggingface_model import model_of
 from peakcast.collectors.tracing.tracer import Tracer
-from peakcast.collectors.tracing.trace import Steps
+from peakcast.collectors.tracing.trace import StepFollower
 from peakcast.collectors.stacks.steps.stepping import run_step
 from peakcast.dialects.common.job_file import job_from_mapping
 import trl
@@ -75,7 +75,7 @@ def ours():
         gc.collect()
         for _ in range(STEPS):
             starts.append(tracer.now)
-            run_step(training, Steps(training, tracer))
+            run_step(training, StepFollower(training, tracer))
         starts.append(tracer.now)
     return tracer, starts
 
