@@ -7,7 +7,6 @@ replaced by a plausible one, with a note.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import math
@@ -30,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from peakcast.collectors.dryrun import checks, collective_values
 from peakcast.collectors.dryrun.noted import RunFindings, asking
 from peakcast.collectors.dryrun.resizing import Resizing
+from peakcast.collectors.tracing import copied_tensors
 from peakcast.collectors.tracing.known_values import KnownValuesMode, label, value_of
 
 REAL_FLOAT_BYTES = 2**16
@@ -240,7 +240,7 @@ def install(mode: ScriptMode) -> None:
     _register_builtin(torch.tensor, "aten::tensor")  # for torch.jit.script, as in torch.distributed.optim
     # as torch.Tensor does for its own class alone
     FakeTensor.__format__ = lambda tensor, form: format(tensor.item() if tensor.ndim == 0 else str(tensor), form)
-    FakeTensor.__deepcopy__ = _copied
+    copied_tensors.install()
     make = torch.nn.Parameter.__new__
 
     def make_fake(cls: type[torch.nn.Parameter], data: Any = None, *arguments: Any, **keywords: Any) -> Any:
@@ -280,19 +280,6 @@ def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.n
         if buffer is not None:
             self._buffers[name] = convert(buffer)
     return self
-
-
-def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
-    """`copy.deepcopy` of a fake tensor, whose storage cannot be copied separately. A weight that bitsandbytes has packed
-    keeps its quantization state, as in its own class."""
-    if id(tensor) not in memo:
-        made: Any = tensor.detach().clone()
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        made = torch.nn.Parameter(made, tensor.requires_grad) if is_parameter else made.requires_grad_(tensor.requires_grad)
-        if (state := getattr(tensor, "quant_state", None)) is not None:
-            made.quant_state = copy.deepcopy(state, memo)
-        memo[id(tensor)] = made
-    return memo[id(tensor)]
 
 
 def _numbers(name: str, real: Any) -> Any:

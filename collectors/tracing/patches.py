@@ -9,6 +9,7 @@ import torch
 from torch import _meta_registrations as shapes
 from torch.nested._internal import sdpa as jagged
 
+from peakcast.collectors.tracing import copied_tensors
 from peakcast.collectors.tracing.attention import of_jagged, scaled_dot_product_attention
 from peakcast.collectors.tracing.imports import when_imported
 from peakcast.collectors.tracing.known_values import value_of
@@ -54,6 +55,7 @@ def install(*, masks_of_batch: bool = False) -> None:
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     jagged._select_sdp_backend = of_jagged
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+    copied_tensors.install()
     if _bfloat16_grouped_mm is not None:
         shapes._meta_grouped_mm_common = _grouped_mm
     # whether a fake gradient is infinite is unknown; the step that is taken is the one to trace

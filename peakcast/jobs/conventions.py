@@ -76,11 +76,11 @@ def fuses_loss(job: TrainingJob) -> bool:
 
 
 def adapter_dtype(job: TrainingJob) -> str:
-    """The dtype of adapters. DeepSpeed's engine casts them to the network's dtype, except those that stage 3 has
-    partitioned (DeepSpeed 0.19 runtime/engine.py `_cast_module_mixed_precision`), as TRL's trainers make them (trl 1.16.0,
+    """The dtype of adapters. DeepSpeed's engine casts them to the network's dtype; since 0.19.2 not those that stage 3 has
+    partitioned (runtime/engine.py `_cast_module_mixed_precision`), which TRL's trainers make so themselves (trl 1.16.0,
     `if args.deepspeed_plugin.zero_stage == 3`)."""
     whole = job.finetuning.quantization is not None  # transformers does not partition such networks while it makes them
-    cast = job.loss.kind != "cross_entropy" or whole
+    cast = job.loss.kind != "cross_entropy" or whole or bool(conventions(job).get("casts_partitioned_weights"))
     stages = (1, 2, 3) if cast else (1, 2)
     if job.parallelism.zero_stage in stages:
         return job.precision.parameters

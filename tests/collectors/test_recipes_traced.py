@@ -155,7 +155,7 @@ def test_what_trains_outside_the_layers_of_a_known_family_is_counted_by_a_recipe
 
 def test_without_a_recipe_the_ledger_says_what_it_leaves_out(monkeypatch) -> None:
     monkeypatch.setenv("PEAKCAST_RECORD", "never")
-    said = out_of_scope(small_llama(targets=["q_proj"], modules_to_save=["lm_head"]))
+    said = out_of_scope(small_llama(targets=["q_proj"], modules_to_save=["norm"]))
     assert "which parts of 'llama' train is counted by a recipe, and no recipe of it has been recorded" in said
-    assert "finetuning.modules_to_save names lm_head: the copies that peft trains of them are not counted." in said
+    assert "finetuning.modules_to_save names norm: the copies that peft trains of them are not counted." in said
     assert "token table or the head" in out_of_scope(small_llama(targets=["q_proj", "lm_head"]))

@@ -1,5 +1,6 @@
 """The tracer on real CPU tensors: shards, storages emptied in place, module names, and PyTorch's own tracker."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -243,3 +244,21 @@ def test_blocks_are_made_on_the_stream_at_hand_and_their_gradients_on_that_of_th
     # backward of exp multiplies by its result; that of sin multiplies by a cosine, on the first stream
     assert on_side == {"exp.default", "mul.Tensor"}
     assert sorted(set(steps.streams.tolist())) == [0, side.stream_id]
+
+
+def test_a_weight_that_is_copied_and_its_views_are_one_storage(monkeypatch):
+    """Tensor.__deepcopy__ gives a fake weight a storage that its views do not share, and they were counted as well."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    from peakcast.collectors.tracing import copied_tensors
+
+    monkeypatch.setattr(FakeTensor, "__deepcopy__", FakeTensor.__deepcopy__)  # as it was, once this test has ended
+    copied_tensors.install()
+    with FakeTensorMode(), Tracer("cpu") as tracer:
+        layer = torch.nn.Linear(64, 32, bias=False)
+        copied = copy.deepcopy(layer)
+        read = copied.weight.t()
+        assert tracer.numbers_of([copied.weight]) == tracer.numbers_of([read])
+        assert tracer.numbers_of([copied.weight]).isdisjoint(tracer.numbers_of([layer.weight]))
+    assert isinstance(copied.weight, torch.nn.Parameter)
+    assert copied.weight.requires_grad

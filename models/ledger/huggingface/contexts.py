@@ -20,6 +20,7 @@ from peakcast.jobs.conventions import (
     token_scores,
 )
 from peakcast.jobs.spec import TrainingJob
+from peakcast.jobs.trained_parts import copies_head, copies_table
 from peakcast.models.ledger.huggingface.blocks.context import (
     Adapters,
     Attention,
@@ -77,6 +78,7 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
         attention=_attention(job, convention),
         finetuning=job.finetuning,
         adapters=_adapters(job),
+        copies=frozenset(end for end, copied in (("embedding", copies_table), ("head", copies_head)) if copied(job)),
         linears=_linears(job, convention),
         experts=_experts(job, convention),
         loss=_loss(job, convention),
@@ -281,7 +283,7 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
     layer = LayerRules(
         reads_embedding=index == 0 and context.stream_bytes != context.precision.end_weight_bytes,
         # peft's enable_input_require_grads comes with checkpointing only
-        input_requires_grad=index > 0 or not adapters_alone or job.finetuning.method in ON_NETWORK,
+        input_requires_grad=index > 0 or not adapters_alone or job.finetuning.method in ON_NETWORK or context.table_trains,
         rotates=rotates(architecture, index),
         masked=context.packing.mask_of_batch
         or "mask" in context.compiled

@@ -129,7 +129,8 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
     """Add the micro-batches that differ (`Layout.different_micro_batches`). `step`: as in `_before_update`."""
     micro_batches = min(job.gradient_accumulation_steps, layout.different_micro_batches)
     sums = sums_in_float32(job)
-    adds_tied = job.architecture.tie_word_embeddings and not optimizer_rule(job).updates_in_backward
+    shared = job.architecture.tie_word_embeddings and job.finetuning.method == "full"  # a copy of either end is its own
+    adds_tied = shared and not optimizer_rule(job).updates_in_backward
     for micro_batch in range(micro_batches):
         start = timeline.now
         last = micro_batch == micro_batches - 1

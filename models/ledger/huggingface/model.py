@@ -54,17 +54,17 @@ def hold_embeddings(
     whether the first layer is checkpointed; `offloads`: whether that layer's input is offloaded to the host."""
     one = layers[0]
     normed = one.architecture.embedding_norm and one.architecture.kind == "decoder"
-    if normed and one.trainable and not one.backward.saves_on_cpu:
+    if normed and one.table_trains and not one.backward.saves_on_cpu:
         return  # the norm saves it
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward
     if is_input:
-        if offloads and checkpointed and not layers[0].trainable and hands_on_itself(layers[0]):
+        if offloads and checkpointed and not layers[0].table_trains and hands_on_itself(layers[0]):
             return  # a leaf (`hold_leaf`)
         if not offloads and (checkpointed or layer_template(layers[0]).keeps_input):
             return  # the checkpoint or the graph keeps it anyway
         born += layer_template(layers[0]).num_forward
-    elif layers[0].layer.input_requires_grad and not (layers[0].trainable or layers[0].neftune):
+    elif layers[0].layer.input_requires_grad and not (layers[0].table_trains or layers[0].neftune):
         sizes = sizes[1:]  # a leaf that requires a gradient, which its own node keeps (noise makes another tensor of it)
     for size in sizes:
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, dies, "embedding")
@@ -73,7 +73,7 @@ def hold_embeddings(
 def hold_leaf(timeline: Step, first: HFContext, embedded: BlockRun) -> None:
     """Hold the embedding's output until now, the end of backward, if peft's `enable_input_require_grads` makes it a leaf:
     the leaf's node keeps it on the GPU, although the checkpoint has a copy on the host."""
-    if not first.trainable and hands_on_itself(first):
+    if not first.table_trains and hands_on_itself(first):
         born = embedded.forward_start + embedded.template.num_forward + layer_template(first).num_forward
         timeline.hold("embedding.output", Category.ACTIVATIONS, first.input_bytes, born, timeline.now, "embedding")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -12,11 +12,13 @@ from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.spec import ActivationCheckpointing, Optimizer, TrainingJob
+from peakcast.jobs.trained_parts import copies_head, copies_table
 from peakcast.models.ledger.huggingface.blocks.adapter_tensors import ADAPTED_ROLES, NETWORK, network_tensors
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.ledger.layouts import adapters_are_whole, expert_ranks, gathered_dtype
 from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.module_tree import LM_HEAD, ORIGINAL, TOKEN_TABLE, module_of
 from peakcast.models.ledger.parameters.adapter_methods import METHODS, matrix_of
 from peakcast.models.ledger.parameters.inventory import embedding_parameters, head_parameters, layer_parameters
 from peakcast.models.ledger.parameters.quantization import PARAMETERS, quantized_linear_bytes
@@ -95,9 +97,46 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
                 own, gathered = (made.element_bytes, made.element_bytes) if made.element_bytes else (width, mixed)
                 part = StoredTensor(f"{name}.{made.name}", module, made.shape, own, gathered, trains=made.trains)
                 stored.append(replace(part, sharded=not whole, sums_gradient=sums and made.name == "lora_B"))
-        elif name == "score":  # peft trains a copy of a classifier's head itself (`modules_to_save`)
-            stored.append(StoredTensor(f"{name}.copy", module, tensor.shape, size, used, trains=True))
-    return tuple(stored)
+    copies = list(_copies(job, everything, size, used))  # in the order of the network's modules, as optimizers see it
+    of_table = [copy for copy in copies if copy.is_token_table]
+    return (*of_table, *stored, *(copy for copy in copies if copy not in of_table))
+
+
+def _copies(
+    job: TrainingJob, everything: Sequence[tuple[str, ParameterTensor]], size: int, used: int
+) -> Iterator[StoredTensor]:
+    """The copies that peft trains (`modules_to_save`), in the dtype of what they are copies of: of a classifier's head, in
+    any case, of the token table and of the lm_head. A table that both used has two copies then (peft 0.21.2
+    `utils/other.py` ModulesToSaveWrapper)."""
+    if job.finetuning.method == "full":
+        return
+    if conventions(job).get("ends_in_float32"):
+        size = used = FP32
+    group = tensor_parallel(job)
+    for module, tensor in (*everything, *_shared_head(job)):
+        if _is_copied(tensor.name, job):
+            decays = len(tensor.shape) > 1
+            yield StoredTensor(tensor.name, module, group.shape(tensor), size, used, trains=True, decays=decays)
+
+
+def _shared_head(job: TrainingJob) -> Iterator[tuple[str, ParameterTensor]]:
+    """The lm_head's matrix where it is the token table, which is not listed a second time."""
+    network = job.architecture
+    if network.tie_word_embeddings and job.loss.kind != "reward":
+        yield "head", ParameterTensor("lm_head.weight", (network.vocab_size, network.hidden_size), "lm_head", 0)
+
+
+def _is_copied(name: str, job: TrainingJob) -> bool:
+    """Whether peft trains a copy of the weight `name`."""
+    module = module_of(name)
+    copied = (module == TOKEN_TABLE and copies_table(job)) or (module == LM_HEAD and copies_head(job))
+    return job.finetuning.method != "full" and (copied or name == "score.weight")
+
+
+def _original(name: str) -> str:
+    """What the frozen weight `name` is called beside its copy."""
+    module, _, last = name.rpartition(".")
+    return f"{module}.{ORIGINAL}.{last}"
 
 
 def _sent_bytes(job: TrainingJob, tensor: ParameterTensor, module: str) -> int:
@@ -138,7 +177,8 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
     if module in ("embedding", "head") and tensor.role != "norm" and conventions(job).get("ends_in_float32"):
         size = used = FP32
     shape = tensor_parallel(job).shape(tensor)
-    return [StoredTensor(tensor.name, module, shape, size, used, trains=False, expert_ranks=ranks)]
+    name = _original(tensor.name) if _is_copied(tensor.name, job) else tensor.name
+    return [StoredTensor(name, module, shape, size, used, trains=False, expert_ranks=ranks)]
 
 
 def quantised_roles(job: TrainingJob) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from functools import cached_property
 from peakcast.models.ledger.layouts.module_tree import (
     ENCODER,
     LM_HEAD,
+    ORIGINAL,
     TOKEN_TABLE,
     BlockKind,
     ModulePath,
@@ -87,6 +88,11 @@ class StoredTensor:
         return self.path == TOKEN_TABLE and self.block is BlockKind.EMBEDDING
 
     @property
+    def of_token_table(self) -> bool:
+        """Whether it is the weight of the token embedding, or the one of which that is a copy."""
+        return self.path.is_inside(TOKEN_TABLE) and self.block is BlockKind.EMBEDDING
+
+    @property
     def is_lm_head(self) -> bool:
         """Whether it is the lm_head's matrix."""
         return self.path == LM_HEAD and len(self.shape) > 1
@@ -95,6 +101,12 @@ class StoredTensor:
     def of_lm_head(self) -> bool:
         """Whether it belongs to the lm_head."""
         return self.path.is_inside(LM_HEAD)
+
+    @property
+    def is_original(self) -> bool:
+        """Whether it is a frozen weight of which a copy trains (`modules_to_save`), so that no forward reads it; but where
+        the lm_head shares the token table and has no copy itself, it reads the original."""
+        return self.path.name == ORIGINAL
 
     @property
     def of_adapter(self) -> bool:

@@ -73,7 +73,7 @@ def named_ends(tensors: Iterable[StoredTensor], *, tied: bool, norm_apart: bool)
     ends: dict[BlockKind, list[StoredTensor]] = {BlockKind.EMBEDDING: [], BlockKind.HEAD: []}
     for tensor in tensors:
         ends.get(tensor.block, []).append(tensor)
-    table, head = [tensor for tensor in ends[BlockKind.EMBEDDING] if tensor.is_token_table], ends[BlockKind.HEAD]
+    table, head = [tensor for tensor in ends[BlockKind.EMBEDDING] if tensor.of_token_table], ends[BlockKind.HEAD]
     # a head without tensors: a pipeline stage that is not the last, or a final norm without weights (OLMo)
     tied = (tied or bool(head)) and not any(tensor.is_lm_head for tensor in head)
     tail = [tensor for tensor in head if tensor.of_lm_head or not norm_apart]
@@ -92,8 +92,8 @@ def units_by_layer(
     with `ends_apart`, the token table as one unit, final norm and lm_head as another (a single unit if they share the
     table), and a root with what is left. Returned in the order in which their forward ends; the root is last.
 
-    `adapters_apart`: each adapter matrix is a unit of its own. `first_layer_without_gradient`: no input of the first layer
-    has a gradient.
+    `adapters_apart`: each adapter matrix is a unit of its own, and each copy of a module outside the layers.
+    `first_layer_without_gradient`: no input of the first layer has a gradient.
     """
     groups: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
@@ -108,6 +108,8 @@ def units_by_layer(
         units += [Unit(f"{name}.{one.name}", (name,), (one,), operation=str(one.path)) for one in apart]
         rest = [tensor for tensor in groups[name] if tensor not in apart]
         units.append(Unit(name, (name,), tuple(rest), reduces_at_end=first_layer_without_gradient and index == 0))
+    if adapters_apart:
+        units = _with_copies(units, left)
     if ends_apart:
         units = _with_ends(units, ends, first_layer_without_gradient)
     taken = {tensor for unit in units for tensor in unit.tensors}
@@ -131,6 +133,20 @@ def units_by_module(tensors: Iterable[StoredTensor], *, compiled: bool = False) 
             units.append(Unit(f"{module}.{path}", (module,), tuple(waiting), operation=operation))
             waiting = []
     return units
+
+
+def _with_copies(units: list[Unit], outside: Iterable[StoredTensor]) -> list[Unit]:
+    """`units` and those of the token table's and the lm_head's copies that train beside adapters (peft 0.21
+    `fsdp_auto_wrap_policy` wraps every module without children whose weight trains)."""
+    before: list[Unit] = []
+    after: list[Unit] = []
+    for one in (tensor for tensor in outside if tensor.trains):
+        name = f"{one.module}.{one.path}"
+        if one.is_token_table:
+            before.append(Unit(name, (one.module,), (one,), reduces_at_end=True))
+        elif one.is_lm_head:
+            after.append(Unit(name, (one.module,), (one,), operation=str(one.path)))
+    return [*before, *units, *after]
 
 
 def _with_ends(units: list[Unit], ends: OutsideLayers, first_layer_without_gradient: bool) -> list[Unit]:

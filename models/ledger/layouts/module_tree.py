@@ -12,6 +12,8 @@ from functools import lru_cache
 
 ADAPTER = "lora"
 """How the names of an adapter's matrices begin, and the name of what its own code computes."""
+ORIGINAL = "original_module"
+"""What peft calls a module of which it trains a copy (`modules_to_save`); the copy has the module's own name here."""
 CLONE = "clone"
 """The copy of a quantised matrix's output that peft makes for its adapter (peft 0.21 `tuners/lora/bnb.py`)."""
 WEIGHT, BIAS = "weight", "bias"

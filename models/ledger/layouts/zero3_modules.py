@@ -67,11 +67,13 @@ class Zero3Modules:
         self.leaf = leaf
         self._family = family
         self.tensors: dict[str, list[StoredTensor]] = {}
-        """The tensors of each block."""
+        """The tensors of each block that its forward reads; not a module's of which a copy trains (`modules_to_save`)."""
         for tensor in tensors:
-            self.tensors.setdefault(tensor.module, []).append(tensor)
+            if not tensor.is_original:
+                self.tensors.setdefault(tensor.module, []).append(tensor)
         embedding, head = BlockKind.EMBEDDING.value, BlockKind.HEAD.value
-        table = [t for t in self.tensors.get(embedding, []) if t.is_token_table]
+        tables = [t for t in tensors if t.module == embedding and t.of_token_table]
+        table = [t for t in tables if t.is_original] or tables
         self.tied = not any(t.is_lm_head for t in tensors)
         self._table = table[0] if table else None
         if self.tied and not head_of_root:

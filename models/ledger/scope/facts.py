@@ -20,7 +20,7 @@ from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.loss import PAIRS
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.spec import ActivationCheckpointing, Offload, TrainingJob
-from peakcast.jobs.trained_parts import copied_modules, ends_named
+from peakcast.jobs.trained_parts import copied_inside, copies_head, copies_table, ends_named
 from peakcast.jobs.trained_parts import trains_other_parts as trains_others
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, slides_anywhere
@@ -119,6 +119,12 @@ def adapters_gathered_otherwise(job: TrainingJob) -> bool:
 
 
 @fact
+def adapters_of_another_dtype(job: TrainingJob) -> bool:
+    """Whether adapters are stored in another dtype than the network's weights."""
+    return adapter_dtype(job) != job.precision.parameters
+
+
+@fact
 def adapts_gathered_outputs(job: TrainingJob) -> bool:
     """Whether adapters are on parts of a layer whose outputs tensor parallelism gathers."""
     if job.finetuning.method == "full":
@@ -129,7 +135,8 @@ def adapts_gathered_outputs(job: TrainingJob) -> bool:
 
 
 names_ends = Fact(ends_named, "adapters on the token table or the head")
-copies_modules = Fact(lambda job: bool(copied_modules(job)), "modules that train beside the adapters")
+copies_ends = Fact(lambda job: copies_table(job) or copies_head(job), "copies of the token table or the head that train")
+copies_inside = Fact(lambda job: bool(copied_inside(job)), "modules other than the ends that train beside the adapters")
 adapts_shared_experts = Fact(adapter_targets.adapts_shared_experts, "adapters on shared experts")
 names_experts = Fact(adapter_targets.names_experts, "adapters on experts")
 unconfirmed_method = Fact(

@@ -22,6 +22,9 @@ _FSDP2 = Section("FSDP2", when=job.asks_fsdp2, rows=(
     fails("loss.fused_linear_cross_entropy", job.adapts & job.ends_apart & ~job.ties_embeddings & job.fused_loss,
           "a fused loss with adapters fails where fsdp2_units=ends: the lm_head is a group by itself (accelerate finds no "
           "norm inside peft's wrapper) and is never called, so its weight is not gathered; use fsdp2_units=root."),
+    fails("finetuning.modules_to_save", job.adapts & job.copies_ends & job.ends_apart & job.ties_embeddings,
+          "copies of the token table or the lm_head (finetuning.modules_to_save) fail where both share a weight and "
+          "fsdp2_units=ends: the frozen weight is in two groups, which FSDP2 refuses; use ddp or fsdp1."),
 ))
 
 _FSDP1 = Section("FSDP1", when=job.asks_fsdp1, rows=(
@@ -76,6 +79,9 @@ _TENSOR_PARALLEL = Section("tensor parallelism", when=job.tensor_parallel, rows=
         unknown(_SIZE, ~job.optimizer("adamw"), "with AdamW only, not optimizer.name={optimizer.name!r}."),
         unknown(_SIZE, job.reentrant, "without reentrant checkpointing only."),
     )),
+    more("finetuning.modules_to_save", job.copies_ends,
+         "copies of the token table or the lm_head (finetuning.modules_to_save) under tensor parallelism have not been "
+         "traced: each is counted as divided like what it copies."),
     unknown("finetuning.quantization", job.quantized,
             "finetuning.quantization={finetuning.quantization!r} under tensor parallelism is not modelled; lora is."),
     fails("finetuning.targets", job.adapts_gathered_outputs,
@@ -245,6 +251,10 @@ ZERO = Section(
     "ZeRO", when=job.zero, start="zero_stage={parallelism.zero_stage} is compared with DeepSpeed's trace ", rows=(
     unknown("offload.activations", job.offloads_activations, "without offloaded activations only."),
     unknown("task", ~job.trains, "in training only."),
+    fails("finetuning.adapter_dtype", job.zero3 & job.copies_ends & job.adapters_of_another_dtype,
+          "with one dtype of all that trains: adapters of {adapter_dtype} beside copies of the token table or the lm_head "
+          "in {precision.parameters!r} are refused by stage 3 (`defragment`); make adapters in the dtype of the weights "
+          "(autocast_adapter_dtype=False)."),
     unknown(_STAGE, job.quantized & ~setting("finetuning.quantization", "nf4"),
             "with nf4 or whole weights only, not finetuning.quantization={finetuning.quantization!r}."),
     unknown(_STAGE, job.quantized & job.offloads, "offloading with whole weights only, not quantised ones."),

@@ -89,8 +89,11 @@ ADAPTERS = Section("adapters", when=job.adapts, rows=(
     _METHODS,
     more("finetuning.targets", job.trains & job.names_ends,
          "finetuning.targets names {ends_named}: adapters on the token table or the head are not counted."),
-    more("finetuning.modules_to_save", job.trains & job.copies_modules,
-         "finetuning.modules_to_save names {copied_modules}: the copies that peft trains of them are not counted."),
+    more("finetuning.modules_to_save", job.trains & job.copies_inside,
+         "finetuning.modules_to_save names {copied_inside}: the copies that peft trains of them are not counted."),
+    unknown("finetuning.modules_to_save", job.trains & job.copies_ends & job.fused_lora,
+            "finetuning.modules_to_save with fused LoRA kernels has not been traced: Unsloth keeps the frozen token table "
+            "and lm_head elsewhere, other libraries on the GPU, as is counted."),
     more("finetuning.targets", job.trains & job.adapts_shared_experts,
          "adapters on the shared experts of {architecture.name!r} ({shared_expert_projections}) are not counted."),
     more("finetuning.targets",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from peakcast.core.versions import OWN_NETWORKS
 from peakcast.jobs.conventions import adapter_dtype, conventions
 from peakcast.jobs.spec import TrainingJob
-from peakcast.jobs.trained_parts import copied_modules, ends_named
+from peakcast.jobs.trained_parts import copied_inside, ends_named
 from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.models.ledger.scope.adapter_targets import shared_expert_projections
 from peakcast.models.ledger.scope.facts import rounds, tokens
@@ -24,7 +24,7 @@ WORDS: dict[str, Callable[[TrainingJob], object]] = {
     "tokens": tokens,
     "rounds": rounds,
     "frozen_parts": lambda job: ", ".join(job.finetuning.frozen),
-    "copied_modules": lambda job: ", ".join(copied_modules(job)),
+    "copied_inside": lambda job: ", ".join(copied_inside(job)),
     "ends_named": lambda job: ", ".join(ends_named(job)),
     "shared_expert_projections": lambda job: ", ".join(shared_expert_projections(job)),
     "unmodelled": lambda job: family_of(job.architecture).traces.unmodelled,

@@ -174,6 +174,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     adapter, quantization = _adapter(parts, training, notes, pasted.program, trl=whose.trl)
     if quantization:
         training["quantization_config"] = quantization
+    adapter = _as_trl_makes(adapter, deepspeed) if whose.trl and not quantization else adapter
     method = _method(pasted.program, training)
     generation = _generation(training, notes, method) if METHODS.get(method, METHODS["sft"]).kind == "grpo" else None
     _note_loss(training, method, notes)
@@ -200,6 +201,14 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     job = notes.include(translation)
     job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
     return notes.finish(job)
+
+
+def _as_trl_makes(adapter: Mapping[str, Any] | None, deepspeed: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """`adapter` in the dtype of the weights under ZeRO-3, as TRL's trainers make it (trl 1.16.0 trainer/sft_trainer.py,
+    `get_peft_model_kwargs`). Before them DeepSpeed's engine did (`conventions.adapter_dtype`)."""
+    zero = (deepspeed or {}).get("zero_optimization")
+    of_stage_3 = isinstance(zero, Mapping) and str(zero.get("stage")) == "3"
+    return {**adapter, "autocast_adapter_dtype": False} if adapter is not None and of_stage_3 else adapter
 
 
 def _leave_dtype_to_network(training: dict[str, Any]) -> None:

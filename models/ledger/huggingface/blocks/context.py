@@ -248,6 +248,8 @@ class HFContext:
     attention: Attention
     finetuning: Finetuning
     adapters: Adapters
+    copies: frozenset[str] = frozenset()
+    """Which ends of the network peft trains a copy of beside its adapters: "embedding", "head"."""
     linears: Linears = Linears()
     experts: Experts = Experts()
     loss: LossRules = LossRules()
@@ -297,6 +299,16 @@ class HFContext:
     def trainable(self) -> bool:
         """Whether the base weights train."""
         return self.finetuning.method == "full"
+
+    @property
+    def table_trains(self) -> bool:
+        """Whether the token table that is looked up trains."""
+        return self.trainable or "embedding" in self.copies
+
+    @property
+    def head_trains(self) -> bool:
+        """Whether the matrix of the lm_head trains."""
+        return self.trainable or "head" in self.copies
 
     @property
     def weights_get_gradients(self) -> bool:

@@ -44,7 +44,7 @@ def _looked_up(tape: Tape, context: HFContext) -> Tensor:
     """Rows of the token table: [micro_batch_size, sequence_length, hidden_size]."""
     gradient, size = table_gradient(tape, context), context.precision.end_weight_bytes
     output_bytes = context.rows * context.architecture.hidden_size * size
-    if "ends" in context.compiled and context.trainable and size != FP32:
+    if "ends" in context.compiled and context.table_trains and size != FP32:
         # compiled, the rows' gradients are summed in fp32 (torch `_decomp` embedding_dense_backward), then converted
         narrow = tape.operation(
             "embed_tokens.table",
@@ -65,7 +65,7 @@ def _looked_up(tape: Tape, context: HFContext) -> Tensor:
             weight_gradients=gradient.weights,
             backward_temporary_bytes=gradient.temporary_bytes,
         )
-    hidden.requires_grad = context.trainable
+    hidden.requires_grad = context.table_trains
     return hidden
 
 
@@ -75,7 +75,7 @@ def _taught_or_leaf(tape: Tape, context: HFContext, hidden: Tensor) -> Tensor:
     if made:
         taught = [WeightGradient(f"{one.name}.grad", one.numel * context.adapters.weight_bytes) for one in made]
         return tape.operation("adapters", [hidden], hidden.num_bytes, weight_gradients=taught)
-    if context.layer.input_requires_grad and not context.trainable and not hands_on_itself(context):
+    if context.layer.input_requires_grad and not context.table_trains and not hands_on_itself(context):
         hidden.requires_grad = True  # enable_input_require_grads(): a leaf, which its own node keeps
         tape.keep(hidden)
     return hidden

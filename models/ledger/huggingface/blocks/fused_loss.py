@@ -32,7 +32,7 @@ def unsloth_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
     """
     context, tape, rows = build.context, build.tape, build.context.rows
     width, vocabulary = context.architecture.hidden_size, context.architecture.vocab_size
-    weight = vocabulary * width * context.precision.end_weight_bytes if context.trainable else 0
+    weight = vocabulary * width * context.precision.end_weight_bytes if context.head_trains else 0
     tokens = -(-rows // max(context.loss.fused_chunks, 1))
     gradient = tokens * width * (hidden.num_bytes // (rows * width)) + weight  # of a chunk, before it is stored or added
     tape.begin_loss()
@@ -65,8 +65,8 @@ def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
             "lm_head.fused_linear_cross_entropy",
             [hidden],
             Output(FP32, category=Category.LOGITS),
-            saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])], become_gradients=True),
-            weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
+            saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if context.head_trains else [])], become_gradients=True),
+            weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.head_trains else [],
             forward_temporary_bytes=passing_bytes(context, width, vocabulary, hidden.num_bytes) + rows * (FP32 + 1),
         )
     tape.hold(labels)  # variables of transformers and Liger refer to them until the kernel returns
@@ -92,8 +92,8 @@ def passing_bytes(context: HFContext, width: int, vocabulary: int, hidden_bytes:
             if "weight_cast" not in held:
                 held.let("weight_cast", matrix * element)
             held.let("grad_input", tokens * width * element)
-            held.free("grad_input", *(() if context.trainable else ("weight_cast",)))
-        if context.trainable:
+            held.free("grad_input", *(() if context.head_trains else ("weight_cast",)))
+        if context.head_trains:
             if casts:
                 held.let("input_cast", tokens * width * input_element)
             held.let("product", matrix * (FP32 if element == FP32 else context.loss.fused_temporary_bytes))
@@ -116,8 +116,8 @@ def loss_in_chunks(build: BlockBuilder, hidden: Tensor) -> None:
     weight = vocabulary * width * context.precision.weight_bytes
     logits = -(-rows // context.loss.fused_chunks) * vocabulary
     in_loss = logits * (context.precision.compute_bytes + 3 * FP32)
-    in_product = logits * 2 * context.precision.compute_bytes + (weight if context.trainable else 0)
-    wider = max(context.loss.reduced_bytes - context.precision.weight_bytes, 0) if context.trainable else 0
+    in_product = logits * 2 * context.precision.compute_bytes + (weight if context.head_trains else 0)
+    wider = max(context.loss.reduced_bytes - context.precision.weight_bytes, 0) if context.head_trains else 0
     widened = vocabulary * width * wider
     tape.begin_loss()
     with tape.marked(Mark.LM_HEAD):
@@ -125,8 +125,8 @@ def loss_in_chunks(build: BlockBuilder, hidden: Tensor) -> None:
             "lm_head.loss_in_chunks",
             [hidden],
             Output(FP32, category=Category.LOGITS),
-            saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])], become_gradients=True),
-            weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
+            saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if context.head_trains else [])], become_gradients=True),
+            weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.head_trains else [],
             forward_temporary_bytes=max(in_loss, in_product) + rows * width * FP32 + widened,
         )
 

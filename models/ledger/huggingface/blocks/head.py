@@ -146,7 +146,7 @@ def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
     """The lm_head's product, whole or this rank's part of the vocabulary, scaled as the network does."""
     context, tape, group = build.context, build.tape, build.context.group
     architecture, rows, width = context.architecture, context.rows, context.architecture.hidden_size
-    trains = context.trainable and not tied_in_graph(context)
+    trains = context.head_trains and not tied_in_graph(context)
     apart, bias = loss_of(context) == "chunked_logits" and context.loss.logits_chunks_apart, architecture.lm_head_bias
     part, size = group.part(architecture.vocab_size), context.precision.end_weight_bytes
     with tape.marked(Mark.LM_HEAD):

@@ -32,7 +32,7 @@ def token_log_probabilities(tape: Tape, hidden: Tensor, context: HFContext) -> N
     projected again in backward, whose gradients are fp32 until they are complete."""
     architecture, width = context.architecture, context.architecture.hidden_size
     scored, vocabulary = scored_rows(context), architecture.vocab_size
-    element, trains = context.stream_bytes, context.trainable
+    element, trains = context.stream_bytes, context.head_trains
     shifted = tape.operation("lm_head.shift", [hidden], Output.view(hidden))
     copied = tape.operation("lm_head.scored", [shifted], scored * width * element)
     tile = min(scored, TOKEN_CHUNK) * VOCABULARY_CHUNK * context.precision.compute_bytes

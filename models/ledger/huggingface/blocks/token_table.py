@@ -43,7 +43,7 @@ def tied_in_graph(context: HFContext) -> bool:
 def table_gradient(tape: Tape, context: HFContext) -> TableGradient:
     """How the table gets its gradient. An operation that follows the lookup's backward is appended to `tape` here, before
     the lookup."""
-    if not context.trainable:
+    if not context.table_trains:
         return TableGradient()
     whole, kernel = table_bytes(context), 0
     if context.gpu:
@@ -51,7 +51,7 @@ def table_gradient(tape: Tape, context: HFContext) -> TableGradient:
     if tied_in_graph(context):  # backward ends with the lm_head's product, which adds the embedding's gradient
         product = tape.operation("lm_head.addmm", [], 0, weight_gradients=[WeightGradient(NAME, whole)])
         return TableGradient(added=[(product, whole)], temporary_bytes=kernel)
-    if context.architecture.tie_word_embeddings:
+    if context.trainable and context.architecture.tie_word_embeddings:
         _add_to_gradient_of_head(tape, context)
     elif context.group.table_reduced:
         part = WeightGradient(NAME, _part_bytes(context))
