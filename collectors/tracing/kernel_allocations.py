@@ -124,6 +124,18 @@ def _efficient_backward(arguments: Sequence[Any], result: Any, device: Device) -
     return [KernelAllocation("attention.row_sums", 4 * batch * heads * tokens)]
 
 
+def _contiguous_copies(operands: int) -> Callable[[Sequence[Any], Any, Device], list[KernelAllocation]]:
+    """The rule of a kernel that first makes its `operands` first arguments contiguous."""
+
+    def rule(arguments: Sequence[Any], result: Any, device: Device) -> list[KernelAllocation]:
+        given = (one for one in arguments[:operands] if not one.is_contiguous())
+        return [KernelAllocation("contiguous_copy", one.numel() * one.element_size()) for one in given]
+
+    return rule
+
+
+# aten/src/ATen/native/cuda/SoftMax.cu host_softmax: input_.contiguous(); host_softmax_backward: grad_ and output_
+_softmax, _softmax_backward = _contiguous_copies(1), _contiguous_copies(2)
 _sum, _max = _reduces(SUM_ACCUMULATOR_BYTES), _reduces(INDEXED_MAX_ACCUMULATOR_BYTES)
 _BY_OPERATOR: dict[Any, Callable[[Sequence[Any], Any, Device], list[KernelAllocation]]] = {
     aten.sum.dim_IntList: _sum,
@@ -136,6 +148,10 @@ _BY_OPERATOR: dict[Any, Callable[[Sequence[Any], Any, Device], list[KernelAlloca
     aten.max.dim: _max,
     aten.min.dim: _max,
     aten.any.default: _reduces(1),
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._log_softmax_backward_data.default: _softmax_backward,
     aten._index_put_impl_.default: _index_put,
     aten.index_put_.default: _index_put,
     aten.index_put.default: _index_put,

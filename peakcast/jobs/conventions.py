@@ -253,7 +253,7 @@ def _text(value: object) -> str:
 
 def makes_whole_logits(job: TrainingJob) -> bool:
     """Whether log-probabilities are computed from whole logits."""
-    return token_scores(job) in ("whole", "log_softmax", "shifted_log_softmax")
+    return token_scores(job) not in ("", "tiles")
 
 
 def token_scores(job: TrainingJob) -> str:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from peakcast import catalog
 from peakcast.timelines.timeline import Category, Phase
 
 torch = pytest.importorskip("torch")
@@ -262,3 +263,15 @@ def test_a_weight_that_is_copied_and_its_views_are_one_storage(monkeypatch):
         assert tracer.numbers_of([copied.weight]).isdisjoint(tracer.numbers_of([layer.weight]))
     assert isinstance(copied.weight, torch.nn.Parameter)
     assert copied.weight.requires_grad
+
+
+def test_softmax_copies_an_input_that_is_not_contiguous():
+    """As its CUDA kernel does: 3 of 4 positions of 2 sequences, 1,024 numbers each, in fp32."""
+    with Tracer("cpu") as tracer:
+        tracer.gpu = catalog.gpu("H100-80GB")
+        logits = torch.zeros(2, 4, 1024)
+        logits[:, :-1].log_softmax(-1)
+        logits.log_softmax(-1)
+    made = tracer.timeline(0, tracer.now)
+    copies = [size for name, size in zip(made.names, made.num_bytes.tolist(), strict=True) if name == "contiguous_copy"]
+    assert copies == [2 * 3 * 1024 * 4]

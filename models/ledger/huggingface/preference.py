@@ -13,7 +13,12 @@ from dataclasses import replace
 
 from peakcast.core.units import FP32, INT64
 from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, TrainingJob
-from peakcast.models.ledger.huggingface.blocks.context import HFContext, autocast_copy_bytes, is_cast_by_autocast
+from peakcast.models.ledger.huggingface.blocks.context import (
+    SHIFTED_WITH_NLL,
+    HFContext,
+    autocast_copy_bytes,
+    is_cast_by_autocast,
+)
 from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variables
 from peakcast.models.ledger.huggingface.blocks.head import head
 from peakcast.models.ledger.huggingface.blocks.preference_heads import (
@@ -81,8 +86,10 @@ def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start
         for _ in range(2 if job.loss.kind == "kto" else 1):  # KTO's second is for prompts with another's completion
             _run(timeline, _reference_job(job), NAME if copied else "")
         timeline.phases[begin:] = bytes((Phase.LOSS,)) * (timeline.now - begin)  # gathering its weights included
-    if policy.loss.token_scores == "shifted_log_softmax":  # a variable refers to the policy's logits until backward
+    if policy.loss.shifts_logits:  # a variable refers to the policy's logits until backward
         timeline.hold("logits", Category.LOGITS, widened_bytes(policy), born, timeline.now)
+    if policy.loss.token_scores == SHIFTED_WITH_NLL:  # and another to a loss of the chosen half, with its log-softmax
+        timeline.hold("nll_loss.log_softmax", Category.LOGITS, widened_bytes(policy) // 2, born, timeline.now)
     scored = scored_rows(policy) if policy.loss.kind != "cross_entropy" else 0
     per_token = [("log_probs", "head", scored * FP32), ("entropy", "head", scored * FP32)]
     per_token += [("mean_logits", "head", scored * FP32), ("is_top1", "head", scored)]
@@ -126,7 +133,9 @@ def _run(timeline: Step, job: TrainingJob, prefix: str, phase: Phase = Phase.LOS
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, ends, f"{prefix}embedding")
     hold_masks(timeline, blocks.contexts, start, ends, [])
     hold_rotary_tables(timeline, job, context, start)
-    _hold_casts(timeline, job, context, runs, prefix)
+    scores = last.template.forward_marks.get(Mark.LOG_PROBABILITIES, ()) if context.loss.token_scores else ()
+    exits = last.forward_start + scores[0] if scores else timeline.now  # whole logits are what the network returns
+    _hold_casts(timeline, job, context, runs, prefix, exits)
     _fetch(timeline, job, prefix, [(run.module.removeprefix(prefix), run) for run in (embedded, *runs, last)])
     if shards is not None:
         shards.reshard(timeline)
@@ -184,9 +193,11 @@ def hold_whole_head(timeline: Step, job: TrainingJob, head: BlockRun) -> None:
             timeline.hold("lm_head.weight.part", Category.TEMPORARIES, num_bytes, now, now + 1, "head")
 
 
-def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list[BlockRun], prefix: str) -> None:
-    """Hold the narrow copies of weights that require gradients, which autocast caches until the forward ends. (Adapters
-    that are switched off are not modules of the network that runs.)"""
+def _hold_casts(
+    timeline: Step, job: TrainingJob, context: HFContext, runs: list[BlockRun], prefix: str, exits: int
+) -> None:
+    """Hold the narrow copies of weights that require gradients, which autocast caches until the network's forward ends, at
+    `exits`. (Adapters that are switched off are not modules of the network that runs.)"""
     switched_off = job.finetuning.targets == SWITCHED_OFF
     size, tensors = autocast_copy_bytes(context), () if switched_off else stored_parameters(job)
     for run in runs:
@@ -194,4 +205,4 @@ def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list
         of_run = (t for t in tensors if prefix + t.module == run.module and t.trains)
         wide = [t for t in of_run if is_cast_by_autocast(context, t.name, t.shape)]
         cached = size * sum(t.numel for t in wide)
-        timeline.hold("autocast_cache", Category.TEMPORARIES, cached, born, timeline.now, run.module)
+        timeline.hold("autocast_cache", Category.TEMPORARIES, cached, born, max(exits, born), run.module)

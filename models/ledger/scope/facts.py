@@ -6,7 +6,7 @@ does or what a library knows of it (`trait`; `catalog/families/`).
 
 from __future__ import annotations
 
-from peakcast.core.versions import OWN_NETWORKS, compare
+from peakcast.core.versions import OWN_NETWORKS, release
 from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.conventions import (
     adapter_dtype,
@@ -23,6 +23,7 @@ from peakcast.jobs.spec import ActivationCheckpointing, Offload, TrainingJob
 from peakcast.jobs.trained_parts import copied_inside, copies_head, copies_table, ends_named
 from peakcast.jobs.trained_parts import trains_other_parts as trains_others
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
+from peakcast.models.ledger.huggingface.blocks.context import SHIFTED_WITH_NLL
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, slides_anywhere
 from peakcast.models.ledger.layouts import expert_ranks, gathered_dtype
 from peakcast.models.ledger.layouts.pipeline import SPLIT_BACKWARD
@@ -96,9 +97,8 @@ preference = ~setting("loss.kind", "cross_entropy")
 optimizer_in_backward = option("optimizer_in_backward")
 fused_loss = Fact(fuses_loss, "fused loss")
 whole_logits = Fact(makes_whole_logits, "whole logits")
-trls_whole_logits = setting("loss.kind", "dpo") & huggingface & option("autocast") & Fact(
-    lambda job: compare(job.versions.get("trl", "0"), ">=0.12"), "trl 0.12 and later"
-)
+shifts_logits = option("preference_logits", "shifted_log_softmax") | option("preference_logits", SHIFTED_WITH_NLL)
+traced_whole_logits = setting("loss.kind", "dpo") & huggingface & (option("autocast") | shifts_logits)
 odd_pairs = Fact(lambda job: job.loss.kind in PAIRS and job.micro_batch_size % 2 == 1, "an odd number of a pair's halves")
 
 
@@ -189,6 +189,9 @@ full_rows = setting("batch.form", "rows")
 default_batch = setting("batch", Batch())
 changing_lengths = Fact(lengths_change, "lengths that change")
 checkpoints = ~setting("activation_checkpointing.mode", "none")
+returns_cache = setting("loss.kind", "dpo") & ~checkpoints & Fact(
+    lambda job: release("0.12") <= release(str(job.versions.get("trl", "0"))) < release("0.18"), "trl 0.12 to 0.17"
+)
 full_checkpointing = setting("activation_checkpointing.mode", "full")
 selective = setting("activation_checkpointing.mode", "selective")
 reentrant = setting("activation_checkpointing.use_reentrant")

@@ -33,10 +33,10 @@ PREFERENCES = Section("preference losses (TRL)", when=job.preference, start="los
     unknown(_KIND, job.generates, "is a loss of training; task={task!r} has none."),
     unknown(_KIND, ~setting("framework", "huggingface", "deepspeed"),
             "is modelled for TRL's trainers only, not with framework={framework!r}."),
-    unknown(_KIND, job.whole_logits & ~job.trls_whole_logits,
-            "over whole logits is compared with traces of DPO under autocast with trl 0.12 and later only; others are "
-            "counted as if they took log-probabilities as some release of trl does: ask with your command (`peakcast "
-            "dryrun`)."),
+    unknown(_KIND, job.whole_logits & ~job.traced_whole_logits,
+            "over whole logits is compared with traces of DPO only, by transformers' Trainer, and for trl 0.12 to 1.14 "
+            "under autocast; others are counted as if they took log-probabilities as some release of trl does: ask with "
+            "your command (`peakcast dryrun`)."),
     Section("preference losses under ZeRO", when=job.zero, start="under ZeRO", rows=(
         unknown(_KIND, setting("parallelism.data_parallel_size", 1), " was compared with traces of several ranks only."),
         unknown(_KIND, setting("loss.kind", "reward") & job.zero3,
@@ -60,6 +60,9 @@ PREFERENCES = Section("preference losses (TRL)", when=job.preference, start="los
     unknown(_KIND, job.float8, "is not modelled in float8."),
     unknown(_KIND, job.flex, "was compared with sdpa and eager, and not with attention='flex'."),
     unknown(_KIND, option("neftune"), "is not modelled with neftune."),
+    nearly_more(_KIND, job.returns_cache,
+                "with trl 0.12 to 0.17 returns keys and values of all layers (use_cache), which stay for a while: dry runs "
+                "had up to 1.4 % more.", share=0.014),
 ))
 
 _METHOD = "finetuning.method"

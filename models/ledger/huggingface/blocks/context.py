@@ -110,6 +110,10 @@ class Experts:
     """For experts that run one after the other: equal shares of the rows that the fullest expert takes; 1: all take one."""
 
 
+SHIFTED_WITH_NLL = "shifted_log_softmax_and_nll"
+"""The value of the convention `preference_logits` with which the cross entropy of the chosen sequences is computed too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRules:
     """Which loss is computed, from logits in which dtype, in which pieces."""
@@ -136,6 +140,11 @@ class LossRules:
     """Bytes, per element of the lm_head, of a temporary that each chunk of the fused loss makes."""
     reduced_bytes: int = 0
     """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without mixed precision."""
+
+    @property
+    def shifts_logits(self) -> bool:
+        """Whether `token_scores` are of the logits without each sequence's last one."""
+        return self.token_scores in ("shifted_log_softmax", SHIFTED_WITH_NLL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ def _whole_softmax(tape: Tape, logits: Tensor, context: HFContext) -> None:
     """The log-softmax of all logits, and the tokens' (trl before 0.15). Before 0.12 and in LLaMA-Factory
     (`get_batch_logps`) it is of all logits but each sequence's last, of which torch first makes a contiguous copy."""
     size = logits.num_bytes
-    copy = size if context.loss.token_scores == "shifted_log_softmax" else 0
+    copy = size if context.loss.shifts_logits else 0
     result = tape.operation(
         "log_softmax",
         [logits],
