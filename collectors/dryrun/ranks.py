@@ -56,7 +56,7 @@ def set_settings_of_accelerate(words: Sequence[str]) -> None:
     arguments, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(list(words)))
     if arguments.use_deepspeed:
         found = launch.prepare_deepspeed_cmd_env(arguments)[1]
-    elif arguments.num_processes and arguments.num_processes > 1:
+    elif arguments.use_fsdp or (arguments.num_processes and arguments.num_processes > 1):  # `launch_command`
         found = launch.prepare_multi_gpu_env(arguments)
     else:
         found = launch.prepare_simple_launcher_cmd_env(arguments)[1]

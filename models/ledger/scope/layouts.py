@@ -251,17 +251,16 @@ ZERO = Section(
     nearly_more(_STAGE, job.offloads_parameters & ~job.replicated,
                 "on one rank with its weights on the GPU only: from the host, first steps are counted up to 0.5 % too "
                 "low.", share=0.005),
-    unknown(_STAGE, job.zero1 & job.overlaps_reduction & (job.ties_embeddings & job.accumulates | _TRACED_PLAIN),
-            "with overlap_comm only without a shared table if there are several micro-batches, and without offloading, "
-            "quantised weights, experts and preferences."),
+    unknown(_STAGE, job.zero1 & job.overlaps_reduction & job.accumulates & (job.ties_embeddings | job.offloads_optimizer),
+            "with overlap_comm and several micro-batches only without a shared table and with the optimizer on the GPU."),
+    unknown(_STAGE, job.zero1 & job.overlaps_reduction & (job.preference | job.quantized | job.experts),
+            "with overlap_comm only without quantised weights, experts and preferences."),
     unknown(_STAGE, option("contiguous_gradients", False) & (~job.zero3 & job.overlaps_reduction | _TRACED_PLAIN),
             "with contiguous_gradients=true only with offloading, quantised weights, experts, preferences, "
             "overlap_comm."),
     unknown(_STAGE, job.changes_dtype,
             "computed in the dtype of the weights only, not {precision.parameters!r} in {precision.compute!r}; where its "
             "configuration enables bf16 or fp16, weights are narrow and precision.main_parameters is 'float32'."),
-    more("framework_options.overlap_comm", ~job.zero3 & job.overlaps_reduction & job.offloads_optimizer,
-         "without overlap_comm only with an optimizer on the host: gradients larger than a bucket then stay longer."),
     more("finetuning.method", job.zero3 & differs("adapters under ZeRO-3") & job.adapts,
          "without adapters on GPT-Neo only, whose frozen weights stay gathered longer in backward."),
     unknown(_STAGE, job.zero3 & job.experts & job.some_layers,

@@ -271,6 +271,19 @@ def test_with_overlap_zero_1_reduces_in_backward_but_keeps_what_is_larger_than_a
         assert int(steady.num_bytes[made].sum()) == BF16 * kept
 
 
+def test_zero_2_keeps_large_gradients_of_a_micro_batch_that_is_not_the_last_for_an_optimizer_on_the_host(job):
+    """With one rank all gradients are its own. The token table's comes last: the lm_head's, which is larger than the bucket
+    too, is still there in the first micro-batch, and in the second has gone to the host."""
+    table = 1024 * 256 * BF16
+    for steps, kept in ((1, [1]), (2, [2, 1])):
+        options = FrozenMapping({"reduce_bucket_size": 200_000})
+        asked = job("zero2", ranks=1, framework_options=options, offload=Offload(optimizer=True))
+        steady = ledger(asked.replace(gradient_accumulation_steps=steps))
+        ends = [instant for instant, label in enumerate(steady.labels) if label == "reduce_gradients"]
+        large = (steady.categories == Category.GRADIENTS) & (steady.num_bytes == table)
+        assert [int((steady.alive_at(instant) & large).sum()) for instant in ends] == kept
+
+
 @pytest.mark.parametrize(("stage", "overlaps", "streams"), [(3, True, {0, 1, 2}), (3, False, {0}), (2, True, {0, 2})])
 def test_what_is_gathered_and_reduced_has_streams_of_its_own_where_communication_overlaps(job, stage, overlaps, streams):
     """So it is cached in pools of its own, of no use to what computes: `Stream() if overlap_comm else default_stream()`."""
