@@ -68,13 +68,14 @@ Named = Callable[[Iterable[tuple[str, torch.Tensor]], Category], None]
 """Gives living tensors a name and a category."""
 
 
-def install(rank: int, world_size: int, name: Named) -> None:
-    """Make every process group of this process a fake one of `world_size` ranks; `name` is told of DDP's buckets."""
+def install(rank: int, world_size: int, name: Named, *, launched: bool) -> None:
+    """Make every process group of this process a fake one of `world_size` ranks; `name` is told of DDP's buckets.
+    `launched`: whether a launcher started the script, which may then shard over one rank too."""
     from peakcast.collectors.dryrun import fsdp1_buffers
     from peakcast.collectors.tracing import deepspeed_fakes, dtensors
 
     fsdp1_buffers.install()
-    if world_size > 1:
+    if world_size > 1 or launched:
         dtensors.install()
         _remember_meshes()
         fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")

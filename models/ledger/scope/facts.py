@@ -11,6 +11,7 @@ from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.conventions import (
     adapter_dtype,
     conventions,
+    fsdp_offloads,
     fuses_loss,
     makes_whole_logits,
     mixes_precision,
@@ -243,8 +244,7 @@ shards_layers_alone = many_ranks & ~parallel_otherwise & asks_fsdp2
 experts_on_every_rank = Fact(lambda job: expert_ranks(job) == 1, "all experts on every rank")
 ends_apart = option("fsdp2_units", "ends")
 overlaps_reduction = option("overlap_comm", True)
-offloads_by_fsdp = (asks_fsdp1 | asks_fsdp2) & replicated & setting("offload", Offload(parameters=True, optimizer=True))
-"""FSDP1's CPUOffload and FSDP2's CPUOffloadPolicy move parameters, gradients and the optimizer's states together."""
+offloads_by_fsdp = Fact(fsdp_offloads, "offloaded by FSDP")
 
 
 @fact
