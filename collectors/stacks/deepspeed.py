@@ -98,6 +98,7 @@ def configuration(job: TrainingJob) -> dict[str, Any]:
         "gradient_clipping": MAX_GRAD_NORM,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,  # as transformers 5.17 integrations/deepspeed.py sets it
         **({half: {"enabled": True}} if half else {}),
     }
 
@@ -159,8 +160,13 @@ def check(job: TrainingJob) -> None:
             "float32, which DeepSpeed always keeps",
         ),
         ("compile", True, not job.compile, "without it"),
+        (
+            "optimizer.name",
+            job.optimizer.name,
+            job.optimizer.name in ("adamw", "adam") or not job.offload.optimizer,
+            "adamw or adam, or leave its states on the GPU",
+        ),
         ("offload.parameters", True, not job.offload.parameters or layout.zero_stage == 3, "stage 3, or leave them there"),
-        ("optimizer.name", job.optimizer.name, job.optimizer.name in ("adamw", "adam"), "adamw or adam"),
     )
     for parameter, value, holds, what in done:
         if not holds:

@@ -240,6 +240,13 @@ LAYOUTS = Section("layouts", (
 ))
 
 _STAGE = "parallelism.zero_stage"
+_OVER_PARTITIONS = (
+    "adam", "adamw", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "ademamix", "ademamix_8bit",
+    "paged_ademamix_32bit", "paged_ademamix_8bit", "lion", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "adafactor",
+    "rmsprop", "sgd",
+)
+"""Optimizers that were traced as they update DeepSpeed's flat partitions. Paged states are outside the allocator, and what
+else those optimizers have is as without paging (bitsandbytes 0.50 optim/optimizer.py `get_state_buffer`)."""
 _TRACED_PLAIN = job.offloads | job.preference | job.quantized | job.experts
 ZERO = Section(
     "ZeRO", when=job.zero, start="zero_stage={parallelism.zero_stage} is compared with DeepSpeed's trace ", rows=(
@@ -270,8 +277,12 @@ ZERO = Section(
     unknown(_STAGE, job.experts & job.quantized, "with whole experts only, not quantised ones."),
     unknown(_STAGE, job.experts & job.zero3 & ~trait("libraries.deepspeed_leaf"),
             "with experts of {families_of_leaves} only, whose feed-forwards are modules without parts."),
-    unknown("optimizer.name", ~job.optimizer("adamw", "adam"),
-            "with torch's AdamW only, not optimizer.name={optimizer.name!r}."),
+    unknown("optimizer.name", job.offloads_optimizer & ~job.optimizer("adamw", "adam"),
+            "with an optimizer on the host with AdamW only, not optimizer.name={optimizer.name!r}."),
+    unknown("optimizer.name",
+            ~job.optimizer(*_OVER_PARTITIONS) | (job.optimizer("adamw_8bit") & option("adamw_8bit_library", "torchao")),
+            "with torch's AdamW, RMSprop and SGD, Adafactor, and bitsandbytes' AdamW, AdEMAMix and Lion only, not "
+            "optimizer.name={optimizer.name!r}."),
     unknown("activation_checkpointing.mode", job.selective, "without selective checkpointing only."),
     unknown(_STAGE, job.parallel_otherwise, "without other parallelism."),
 ))

@@ -9,7 +9,7 @@ import pytest
 from peakcast import catalog
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import power_of_two
-from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, Offload, Parallelism, Precision, TrainingJob
+from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, Offload, Optimizer, Parallelism, Precision, TrainingJob
 from peakcast.models.baseline.host import host_bytes
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.contexts import block_context
@@ -195,6 +195,16 @@ def test_zero_partitions_main_copies_and_states_in_fp32(job, layout, weights):
     assert inside[Category.PARAMETERS] == pytest.approx(weights, abs=1024)
     assert inside[Category.MAIN_PARAMETERS] == pytest.approx(P * FP32 // 4, abs=1024)
     assert inside[Category.OPTIMIZER_STATES] == pytest.approx(2 * P * FP32 // 4, abs=2048)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_zero_gives_eight_bit_optimizers_its_partitions(job, layout, paged):
+    """Two bytes an element, which are managed memory if paged, and of each 256 elements two scales."""
+    asked = job(layout, optimizer=Optimizer(name="paged_adamw_8bit" if paged else "adamw_8bit"))
+    assert out_of_scope(asked) == ""
+    states = at_the_optimizer(ledger(asked))[Category.OPTIMIZER_STATES]
+    assert states == pytest.approx((0 if paged else 2 * P // 4) + 2 * FP32 * P // 4 // 256, abs=16 * 1024)
 
 
 def test_zero_1_keeps_full_gradients_and_zero_2_a_bucket(job):
