@@ -14,6 +14,7 @@ from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.spec import ActivationCheckpointing, Optimizer, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.adapter_tensors import ADAPTED_ROLES, NETWORK, network_tensors
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
+from peakcast.models.ledger.huggingface.blocks.expert_adapters import expert_adapters
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.ledger.layouts import adapters_are_whole, expert_ranks, gathered_dtype
 from peakcast.models.ledger.layouts.base import StoredTensor
@@ -87,6 +88,7 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     for made in network_tensors(job.architecture, tuning):
         own = made.element_bytes or width
         stored.append(StoredTensor(made.name, NETWORK, made.shape, own, own, trains=made.trains))
+    experts = expert_adapters(job.architecture, tuning, str(conventions(job).get("experts_implementation")))
     for module, tensor in everything if tuning.method != "full" else ():
         name = tensor.name.removesuffix(".weight")
         if len(tensor.shape) == 2 and tensor.role in ADAPTED_ROLES and _adapted(name, job):
@@ -95,6 +97,9 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
                 own, gathered = (made.element_bytes, made.element_bytes) if made.element_bytes else (width, mixed)
                 part = StoredTensor(f"{name}.{made.name}", module, made.shape, own, gathered, trains=made.trains)
                 stored.append(replace(part, sharded=not whole, sums_gradient=sums and made.name == "lora_B"))
+        elif name in experts:
+            for part_name, shape in experts[name].shapes.items():
+                stored.append(StoredTensor(f"{name}.{part_name}", module, shape, width, mixed, trains=True))
         elif name == "score":  # peft trains a copy of a classifier's head itself (`modules_to_save`)
             stored.append(StoredTensor(f"{name}.copy", module, tensor.shape, size, used, trains=True))
     return tuple(stored)

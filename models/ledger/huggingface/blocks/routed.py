@@ -11,10 +11,12 @@ the total of saved rows does not.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from peakcast.core.units import FP32, INT32, INT64
 from peakcast.jobs.architecture import MixtureOfExperts
+from peakcast.models.ledger.huggingface.blocks import expert_adapters
 from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.router import route
@@ -23,6 +25,8 @@ from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradie
 from peakcast.networks.families import family_of
 
 MOST_GROUPS = 16
+_WRAPPED = (expert_adapters.DOWN, expert_adapters.GATE_UP)
+"""The order in which the wrappers of the experts' parameters run: the outer one first."""
 
 
 def routed_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
@@ -57,10 +61,13 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     context, tape = build.context, build.tape
     width, inner = context.architecture.hidden_size, moe.moe_intermediate_size
     pairs = context.rows * moe.num_experts_per_tok
+    adapters = expert_adapters.of_block(build)
+    adapted = {name: expert_adapters.register(build, adapters[name]) for name in _WRAPPED if name in adapters}
     rows = _sorted_by_expert(build, x, weights, moe)
     gated = context.architecture.gated_mlp
     bias = _bias(build, rows.ids, moe, pairs, (1 + gated) * inner, "mlp.experts.gate_up_proj_bias")
-    both = _grouped_linear(build, rows.selected, moe, pairs, width, (1 + gated) * inner, "mlp.experts.gate_up_proj", bias)
+    taken, outer = rows.selected, (1 + gated) * inner
+    both = _grouped_linear(build, taken, moe, pairs, width, outer, "mlp.experts.gate_up_proj", bias, adapted)
     both = _masked(build, both, "mlp.experts.mask_gate_up")
     if family_of(context.architecture).experts.clamps:
         product = _clamped_product(build, both, pairs * inner)
@@ -73,7 +80,7 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     down_bias = _bias(build, rows.ids, moe, pairs, width, "mlp.experts.down_proj_bias")
     for variable in bias:
         tape.hold(variable)
-    down = _grouped_linear(build, product, moe, pairs, inner, width, "mlp.experts.down_proj", down_bias)
+    down = _grouped_linear(build, product, moe, pairs, inner, width, "mlp.experts.down_proj", down_bias, adapted)
     down = _masked(build, down, "mlp.experts.mask_down")
     total, restored = _weighted_sum(build, down, rows, moe)
     if total.num_bytes != x.num_bytes:
@@ -177,15 +184,19 @@ def _grouped_linear(
     out_features: int,
     name: str,
     bias: list[Tensor],
+    adapted: Mapping[str, expert_adapters.ChangedWeight],
 ) -> Tensor:
-    """A grouped matrix product of rows sorted by expert, and its bias."""
+    """A grouped matrix product of rows sorted by expert, and its bias; with the weight that an adapter has changed, if it is
+    among `adapted`."""
     context = build.context
     weight = moe.num_experts // context.experts.ranks * in_features * out_features * context.precision.weight_bytes
+    changed = [expert_adapters.changed(build, adapted[name])] if name in adapted else []
+    kept = [x, *changed] if changed or context.weights_get_gradients else []
     product = build.tape.operation(
         name,
-        [x],
+        [x, *changed],
         rows * out_features * context.precision.weight_bytes,
-        saves=Saved([x] if context.weights_get_gradients else [], parameter_bytes=weight),
+        saves=Saved(kept, parameter_bytes=0 if changed else weight),
         weight_gradients=[WeightGradient(f"{name}.grad", weight)] if context.weights_get_gradients else [],
     )
     for rows_of_bias in bias:

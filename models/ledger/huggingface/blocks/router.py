@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from peakcast.core.units import FP32, INT64
 from peakcast.jobs.architecture import MixtureOfExperts
+from peakcast.models.ledger.huggingface.blocks import expert_adapters
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.eager_attention import softmax
 from peakcast.models.ledger.tape import primitives as ops
@@ -71,6 +72,10 @@ def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
             weight = ops.cast(tape, weight, num * width * size, "mlp.router.weight_to_narrow")
         saves = [x, weight] if context.weights_get_gradients else [weight]
         return tape.operation("mlp.router.logits", [x, weight], rows * num * size, saves=saves)
+    adapter = expert_adapters.of_block(build).get(expert_adapters.ROUTER)
+    if adapter is not None:
+        weight = expert_adapters.changed(build, expert_adapters.register(build, adapter))
+        return tape.operation("mlp.gate", [x, weight], rows * num * context.precision.weight_bytes, saves=[x, weight])
     logits = build.projection(x, width, num, "mlp.gate", moe.router_bias)
     if code.softmax_of_chosen == "float32" and logits.num_bytes != rows * num * FP32:
         logits = ops.cast(tape, logits, rows * num * FP32, "mlp.router.to_float32")
