@@ -132,7 +132,9 @@ def adapts_gathered_outputs(job: TrainingJob) -> bool:
 names_ends = Fact(ends_named, "adapters on the token table or the head")
 copies_modules = Fact(lambda job: bool(copied_modules(job)), "modules that train beside the adapters")
 adapts_shared_experts = Fact(adapter_targets.adapts_shared_experts, "adapters on shared experts")
-names_experts = Fact(adapter_targets.names_experts, "adapters on experts")
+adapts_experts = Fact(adapter_targets.adapts_experts, "adapters on experts")
+leaves_out_experts = Fact(adapter_targets.leaves_out_experts, "adapters on experts that are not counted")
+before_baddbmm = Fact(lambda job: compare(job.versions.get("peft", "1"), "<0.21"), "peft before 0.21")
 unconfirmed_method = Fact(
     lambda job: job.finetuning.method == conventions(job).get("unconfirmed_adapters"), "a method of another peft release"
 )

@@ -93,11 +93,21 @@ ADAPTERS = Section("adapters", when=job.adapts, rows=(
          "finetuning.modules_to_save names {copied_modules}: the copies that peft trains of them are not counted."),
     more("finetuning.targets", job.trains & job.adapts_shared_experts,
          "adapters on the shared experts of {architecture.name!r} ({shared_expert_projections}) are not counted."),
-    more("finetuning.targets",
-         job.trains & job.experts & job.names_experts
-         & (trait("libraries.peft_adapts_experts") | job.loops_over_experts
-            | option("quantized_experts")),
+    more("finetuning.targets", job.trains & job.experts & job.leaves_out_experts,
          "adapters on the experts of {architecture.name!r} are not counted."),
+    Section("adapters on experts", when=job.trains & job.adapts_experts, rows=(
+        fails("finetuning.dropout", above("finetuning.dropout", 0),
+              "finetuning.dropout={finetuning.dropout} fails in peft 0.21 with adapters on experts, which it adds to the "
+              "weights, before there is an input to drop; use 0, or name other targets."),
+        fails("finetuning.targets", job.asks_fsdp1 & job.replicated,
+              "adapters on experts fail under FSDP1 (torch 2.13): autograd refuses to write into views of its flat "
+              "parameter; use fsdp2, or name other targets."),
+        unknown("versions.peft", job.before_baddbmm,
+                "adapters on experts are counted as peft 0.21 makes them; earlier releases make the change of the weights "
+                "apart from the weights, or adapt no experts."),
+        nearly_less("framework_options.autocast", job.autocast & setting("precision.parameters", "float32"),
+                    "adapters on float32 experts under autocast: up to 0.6 % too much is counted.", share=0.006),
+    )),
 ))
 
 SETTINGS = Section("settings of one rank", (
