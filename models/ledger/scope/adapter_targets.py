@@ -52,11 +52,11 @@ def adapts_experts(job: TrainingJob) -> bool:
 def leaves_out_experts(job: TrainingJob) -> bool:
     """Whether peft takes names among `finetuning.targets` for stacked experts whose adapters are not counted."""
     chosen, targets = conventions(job), set(job.finetuning.targets)
-    if chosen.get("experts_implementation") == "loop" or chosen.get("quantized_experts"):
+    counted = expert_adapters(job.architecture, job.finetuning, str(chosen.get("experts_implementation")))
+    if chosen.get("experts_implementation") == "loop" or (chosen.get("quantized_experts") and not counted):
         return names_experts(job)
     if job.finetuning.method not in ("lora", "qlora"):
         return False
-    counted = expert_adapters(job.architecture, job.finetuning, str(chosen.get("experts_implementation")))
     named = names_of(job.architecture).items()
     return any(("all-linear" in targets or names & targets) and one not in counted for one, names in named)
 

@@ -102,6 +102,8 @@ ADAPTERS = Section("adapters", when=job.adapts, rows=(
         fails("finetuning.targets", job.asks_fsdp1 & job.replicated,
               "adapters on experts fail under FSDP1 (torch 2.13): autograd refuses to write into views of its flat "
               "parameter; use fsdp2, or name other targets."),
+        unknown("framework_options.quantized_experts", option("quantized_experts"),
+                "adapters on quantised experts are counted as on whole ones."),
         unknown("versions.peft", job.before_baddbmm,
                 "adapters on experts are counted as peft 0.21 makes them; earlier releases make the change of the weights "
                 "apart from the weights, or adapt no experts."),

@@ -86,6 +86,7 @@ def test_an_adapter_on_experts_changes_their_weights_which_are_saved_whole():
         ({"versions": FrozenMapping({"peft": "0.19.0"})}, "are counted as peft 0.21 makes them"),
         ({"parallelism": Parallelism(data_parallel_size=4, sharding="fsdp1")}, "fail under FSDP1"),
         ({"parallelism": Parallelism(data_parallel_size=4, sharding="fsdp2")}, ""),
+        ({"tuning": replace(EVERY_LINEAR, method="qlora", quantization="nf4")}, ""),
         ({"network": architecture("deepseek-v2-lite")}, ""),  # its shared experts get none
         ({"network": architecture("qwen1.5-moe-a2.7b")}, "shared experts"),
     ],

@@ -58,7 +58,8 @@ def names_of(architecture: Architecture) -> dict[str, set[str]]:
 def expert_adapters(architecture: Architecture, tuning: Finetuning, implementation: str) -> Mapping[str, ExpertAdapter]:
     """The adapters on the experts of each layer and on their router, by parameter. `implementation`: of the experts."""
     moe, names = architecture.moe, names_of(architecture)
-    if not names or moe is None or implementation != "grouped_mm" or tuning.method != "lora" or tuning.quantization:
+    modelled = implementation == "grouped_mm" and tuning.method in ("lora", "qlora")
+    if not names or moe is None or not modelled or tuning.quantization not in (None, "nf4"):
         return {}
     width, inner, rank, targets = architecture.hidden_size, moe.moe_intermediate_size, tuning.rank or 0, set(tuning.targets)
     known = (
