@@ -1,8 +1,8 @@
 """DeepSpeed ZeRO-1, 2 and 3, with and without offload: its engine around the Hugging Face network, as the Trainer runs it.
 
 Source: DeepSpeed 0.19.8 `runtime/engine.py`, `runtime/zero/config.py`; accelerate `utils/deepspeed.py` for the calls.
-The optimizer is torch's own, which DeepSpeed accepts: its own fused kernels would have to be compiled on the machine, and
-keep the same states.
+AdamW is torch's own, which DeepSpeed accepts: its own fused kernels would have to be compiled on the machine, and keep the
+same states.
 """
 
 from __future__ import annotations
