@@ -88,8 +88,9 @@ _TENSOR_PARALLEL = Section("tensor parallelism", when=job.tensor_parallel, rows=
           "tensor_parallel_size={parallelism.tensor_parallel_size} does not divide vocab_size={architecture.vocab_size}: "
           "transformers refuses it."),
     unknown(_SIZE, job.huggingface & job.replicated,
-            "tensor with data parallelism under the Trainer is not modelled: accelerate 1.15 asks transformers 5.17 for a "
-            "class that it no longer has (ReplicateParallel)."),
+            "tensor with data parallelism was compared with no trace of transformers' own plan: accelerate 1.15 asks "
+            "transformers 5.17 for a class that it no longer has (ReplicateParallel). With framework='torch' it is "
+            "modelled, for programs that split the network by torch's plan, as NeMo AutoModel does."),
     unknown(_SIZE, job.huggingface & job.sequence_parallel,
             "sequence_parallel is not part of transformers' tensor-parallel plan for this architecture."),
     fails("optimizer.name", job.huggingface & job.trains & ~job.optimizer("adamw"),
