@@ -164,8 +164,10 @@ class Zero12(Partitions):
                 continue
             if earlier is not None and self._bucket.has_room_for(tensor):
                 step.hold("gradient", Category.GRADIENTS, size, begin, begin + at + 1, run.module)
-            born = begin + at if earlier is None else begin - 1
-            self._arrive(step, tensor, begin + at, self.ended_bytes(run, at), born)
+            born, gone = begin + at, self.ended_bytes(run, at)
+            if earlier is not None:  # what has been added to it is freed before the hook runs
+                born, gone = begin - 1, gone + size
+            self._arrive(step, tensor, begin + at, gone, born)
         if self._table.is_summed_by(run):
             step.free(self._table.half)
             (table,) = (t for t in self.trained if t.is_token_table)

@@ -259,8 +259,8 @@ ZERO = Section(
     nearly_more(_STAGE, job.offloads_parameters & ~job.replicated,
                 "on one rank with its weights on the GPU only: from the host, first steps are counted up to 0.5 % too "
                 "low.", share=0.005),
-    unknown(_STAGE, job.zero1 & job.overlaps_reduction & job.accumulates & (job.ties_embeddings | job.offloads_optimizer),
-            "with overlap_comm and several micro-batches only without a shared table and with the optimizer on the GPU."),
+    unknown(_STAGE, job.zero1 & job.overlaps_reduction & job.accumulates & job.ties_embeddings,
+            "with overlap_comm and several micro-batches only without a shared table."),
     unknown(_STAGE, job.zero1 & job.overlaps_reduction & (job.preference | job.quantized | job.experts),
             "with overlap_comm only without quantised weights, experts and preferences."),
     unknown(_STAGE, option("contiguous_gradients", False) & (~job.zero3 & job.overlaps_reduction | _TRACED_PLAIN),

@@ -281,6 +281,17 @@ def test_with_overlap_zero_1_reduces_in_backward_but_keeps_what_is_larger_than_a
         assert int(steady.num_bytes[made].sum()) == BF16 * kept
 
 
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_norms_of_gradients_for_an_optimizer_on_the_host_are_computed_in_float64_all_at_once(job, stage):
+    """Only stage 3 takes 250,000,000 elements at a time."""
+    wide = replace(job().architecture, vocab_size=1_200_000)
+    timeline = ledger(job(stage, ranks=1, architecture=wide, sequence_length=16, offload=Offload(optimizer=True)))
+    norms = [name == "norm.to_float64" for name in timeline.names]
+    beside = 256 * 1_200_000 * BF16  # what is freed just before
+    assert int(timeline.num_bytes[norms].max()) == pytest.approx(8 * 256 * 1_200_000, abs=2 * beside)
+    assert int(timeline.num_bytes[norms].max()) > 8 * 250_000_000
+
+
 def test_zero_2_keeps_large_gradients_of_a_micro_batch_that_is_not_the_last_for_an_optimizer_on_the_host(job):
     """With one rank all gradients are its own. The token table's comes last: the lm_head's, which is larger than the bucket
     too, is still there in the first micro-batch, and in the second has gone to the host."""
