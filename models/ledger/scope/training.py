@@ -137,12 +137,12 @@ SETTINGS = Section("settings of one rank", (
             "2.13 makes them, a published run of torch 2.4 has no room for them, and no release between was looked at."),
     unknown("optimizer.name", job.optimizer("galore") & trait("linear.conv1d"),
             "optimizer.name='galore' projects nn.Linear alone, and GPT-2 has Conv1D: it is not modelled there."),
-    less("offload.parameters", job.offloads_parameters & ~(job.offloads_by_fsdp | job.zero),
-         "offload.parameters is modelled with ZeRO-3, and with FSDP on several GPUs; here weights, gradients and optimizer "
-         "states are counted on the GPU. Ask for several GPUs, or with your command (`peakcast dryrun`)."),
-    less("offload.optimizer", job.offloads_optimizer & ~(job.offloads_by_fsdp | job.zero),
-         "offload.optimizer alone is modelled with ZeRO only; here its states are counted on the GPU. FSDP has them on the "
-         "host together with the weights (offload.parameters)."),
+    unknown("offload.parameters", job.offloads_parameters & ~(job.offloads_by_fsdp | job.zero),
+            "offload.parameters is modelled with ZeRO-3, and with FSDP on several GPUs; here weights, gradients and "
+            "optimizer states are counted on the GPU. Ask for several GPUs, or with your command (`peakcast dryrun`)."),
+    unknown("offload.optimizer", job.offloads_optimizer & ~(job.offloads_by_fsdp | job.zero),
+            "offload.optimizer alone is modelled with ZeRO only; here its states are counted on the GPU. FSDP has them on "
+            "the host together with the weights (offload.parameters)."),
     unknown("activation_checkpointing.modules", setting("activation_checkpointing.modules"),
             "activation_checkpointing.modules is not modelled here; without it, matrix products and attention are kept."),
     more("framework_options.autocast", job.experts & job.torchtitans_experts & job.autocast,
