@@ -56,7 +56,7 @@ def set_settings_of_accelerate(words: Sequence[str]) -> None:
     arguments, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(list(words)))
     if arguments.use_deepspeed:
         found = launch.prepare_deepspeed_cmd_env(arguments)[1]
-    elif arguments.num_processes and arguments.num_processes > 1:
+    elif arguments.use_fsdp or (arguments.num_processes and arguments.num_processes > 1):  # `launch_command`
         found = launch.prepare_multi_gpu_env(arguments)
     else:
         found = launch.prepare_simple_launcher_cmd_env(arguments)[1]
@@ -68,13 +68,14 @@ Named = Callable[[Iterable[tuple[str, torch.Tensor]], Category], None]
 """Gives living tensors a name and a category."""
 
 
-def install(rank: int, world_size: int, name: Named) -> None:
-    """Make every process group of this process a fake one of `world_size` ranks; `name` is told of DDP's buckets."""
+def install(rank: int, world_size: int, name: Named, *, launched: bool) -> None:
+    """Make every process group of this process a fake one of `world_size` ranks; `name` is told of DDP's buckets.
+    `launched`: whether a launcher started the script, which may then shard over one rank too."""
     from peakcast.collectors.dryrun import fsdp1_buffers
     from peakcast.collectors.tracing import deepspeed_fakes, dtensors
 
     fsdp1_buffers.install()
-    if world_size > 1:
+    if world_size > 1 or launched:
         dtensors.install()
         _remember_meshes()
         fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")

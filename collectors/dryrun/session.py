@@ -94,7 +94,7 @@ class Session:
         asked = self.question
         patches.install()
         older_torch.install(asked.get("torch"))
-        ranks.install(asked["rank"], asked["world_size"], tracer.name)
+        ranks.install(asked["rank"], asked["world_size"], tracer.name, launched=bool(asked["launched"]))
         self.kept = KeptByNccl(tracer, device)
         self.kept.install(asked.get("torch"))
         StageShapes(asked).install()

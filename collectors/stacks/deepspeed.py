@@ -1,8 +1,8 @@
 """DeepSpeed ZeRO-1, 2 and 3, with and without offload: its engine around the Hugging Face network, as the Trainer runs it.
 
 Source: DeepSpeed 0.19.8 `runtime/engine.py`, `runtime/zero/config.py`; accelerate `utils/deepspeed.py` for the calls.
-The optimizer is torch's own, which DeepSpeed accepts: its own fused kernels would have to be compiled on the machine, and
-keep the same states.
+AdamW is torch's own, which DeepSpeed accepts: its own fused kernels would have to be compiled on the machine, and keep the
+same states.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ def configuration(job: TrainingJob) -> dict[str, Any]:
         "gradient_clipping": MAX_GRAD_NORM,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,  # as transformers 5.17 integrations/deepspeed.py sets it
         **({half: {"enabled": True}} if half else {}),
     }
 
@@ -159,8 +160,13 @@ def check(job: TrainingJob) -> None:
             "float32, which DeepSpeed always keeps",
         ),
         ("compile", True, not job.compile, "without it"),
+        (
+            "optimizer.name",
+            job.optimizer.name,
+            job.optimizer.name in ("adamw", "adam") or not job.offload.optimizer,
+            "adamw or adam, or leave its states on the GPU",
+        ),
         ("offload.parameters", True, not job.offload.parameters or layout.zero_stage == 3, "stage 3, or leave them there"),
-        ("optimizer.name", job.optimizer.name, job.optimizer.name in ("adamw", "adam"), "adamw or adam"),
     )
     for parameter, value, holds, what in done:
         if not holds:

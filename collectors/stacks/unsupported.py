@@ -8,15 +8,8 @@ from collections.abc import Callable
 from peakcast.collectors.stacks.layouts.torchtitan_experts import are_divided
 from peakcast.collectors.stacks.parts.compiled import compiles_shards, is_compiled_whole
 from peakcast.core.errors import CollectorError
-from peakcast.jobs.conventions import conventions, mixes_precision
-from peakcast.jobs.spec import Offload, Parallelism, TrainingJob
-
-
-def _offloads_with_fsdp(job: TrainingJob) -> bool:
-    """Whether FSDP offloads: it moves parameters and gradients together, and with them the optimizer's states."""
-    sharded = job.parallelism.sharding in ("fsdp1", "fsdp2", "hsdp") and job.parallelism.num_replicas > 1
-    return sharded and job.offload == Offload(parameters=True, optimizer=True)
-
+from peakcast.jobs.conventions import conventions, fsdp_offloads, mixes_precision
+from peakcast.jobs.spec import Parallelism, TrainingJob
 
 LEFT_OUT = (
     "fused_kernels",
@@ -103,9 +96,9 @@ SINGLE_GPU: dict[str, Rule] = {
         "layers on one GPU, or with sharding: fsdp2 or hsdp; network on several GPUs otherwise",
     ),
     "offload": (
-        lambda j: (j.offload.parameters or j.offload.optimizer) and not _offloads_with_fsdp(j),
+        lambda j: (j.offload.parameters or j.offload.optimizer) and not fsdp_offloads(j),
         lambda j: j.offload,
-        "activations offloaded, or parameters and optimizer together with FSDP, or nothing",
+        "activations offloaded, or parameters with FSDP (and with them the optimizer), or nothing",
     ),
     "framework_options.checkpoints_around_units": (
         lambda j: j.offload.activations and bool(conventions(j).get("checkpoints_around_units")),

@@ -4,11 +4,12 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from peakcast.core.units import power_of_two
-from peakcast.jobs.conventions import conventions
+from peakcast.jobs.conventions import conventions, fsdp_offloads
 from peakcast.jobs.spec import Offload, TrainingJob
 from peakcast.models.ledger.huggingface.host import paged_state_bytes, pinned_activation_bytes, zero_host_memory
 from peakcast.timelines.timeline import Category, Timeline
@@ -40,7 +41,8 @@ def host_bytes(job: TrainingJob, steady_step: Callable[[TrainingJob], Timeline])
     copies = sum(power_of_two(size) for size in pinned_activation_bytes(job)) if one_by_one else 0
     if job.optimizer.is_paged and job.task == "train" and not megatron:
         copies += paged_state_bytes(job)
-    switches = [s for s in _OFFLOADED if getattr(job.offload, s) and not (one_by_one and s == "activations")]
+    offload = replace(job.offload, optimizer=True) if fsdp_offloads(job) else job.offload
+    switches = [s for s in _OFFLOADED if getattr(offload, s) and not (one_by_one and s == "activations")]
     moved = [category for switch in switches for category in _OFFLOADED[switch]]
     if not moved:
         return copies

@@ -16,7 +16,11 @@ from peakcast.models.baseline.baseline import Baseline
 from peakcast.models.baseline.evenly_routed import fullest_expert
 from peakcast.models.baseline.measured_constants import rests_on_readings
 from peakcast.models.ledger.recorded.covering import recorded_with
-from peakcast.models.ledger.scope.assumptions import assumption_on_adapter_targets, assumption_on_liger_kernels
+from peakcast.models.ledger.scope.assumptions import (
+    assumption_on_adapter_targets,
+    assumption_on_fsdps_offload,
+    assumption_on_liger_kernels,
+)
 from peakcast.models.prediction.verdict import ranks_of_a_node
 from peakcast.models.recipes.baseline_choice import seen_run, tracer
 
@@ -34,6 +38,7 @@ def assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | No
         *_outside_the_allocator(job, device, base),
         *_of_experts(job),
         assumption_on_adapter_targets(job),
+        assumption_on_fsdps_offload(job),
         assumption_on_liger_kernels(job),
         *_of_reserved_memory(job, base),
         *_of_host_memory(job, device, base),

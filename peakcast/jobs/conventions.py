@@ -90,6 +90,13 @@ def adapter_dtype(job: TrainingJob) -> str:
     return chosen
 
 
+def fsdp_offloads(job: TrainingJob) -> bool:
+    """Whether FSDP has the weights on the host. FSDP1's CPUOffload and FSDP2's CPUOffloadPolicy leave gradients there too,
+    and so the optimizer and its states, whether `offload.optimizer` says so or not."""
+    layout = job.parallelism
+    return job.offload.parameters and layout.num_replicas > 1 and layout.sharding in ("fsdp1", "fsdp2", "hsdp")
+
+
 def mixes_precision(job: TrainingJob) -> bool:
     """Whether FSDP gathers parameters that are wider than the compute dtype in the compute dtype: if the dtypes say so and,
     under accelerate, whenever it computes with autocast, even if frozen weights are narrow (accelerate 1.15

@@ -22,7 +22,7 @@ from peakcast.networks.rules import GROUPS, config_rules
 NOT_ALIKE = ("libraries", "traces")
 _KNOWN_TO_NONE = LibraryTraits(
     peft_targets=(),
-    peft_adapts_experts=False,
+    peft_adapts_experts=(),
     liger="none",
     fms_acceleration=False,
     unsloth=False,

@@ -269,9 +269,10 @@ class LibraryTraits:
     peft_targets: tuple[str, ...]
     """The projections that get an adapter if a job names none; empty: peft demands names and raises an error (peft 0.21
     `utils/constants.py` TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)."""
-    peft_adapts_experts: bool
-    """peft takes names of projections, and all-linear, for its stacked experts and the router too (peft 0.21
-    `utils/transformers_weight_conversion.py` _convert_peft_config_moe, transformers 5.17 `conversion_mapping.py`)."""
+    peft_adapts_experts: tuple[str, ...]
+    """The names of an expert's gate, up and down projections that peft takes, as all-linear, for its stacked experts;
+    empty: none (peft 0.21 `utils/transformers_weight_conversion.py` _MOE_TARGET_MODULE_MAPPING, transformers 5.17
+    `conversion_mapping.py` _MODEL_TO_CONVERSION_PATTERN)."""
     liger: Literal["none", "layers", "layers_and_loss"]
     """What liger_kernel 0.8.5 patches (`transformers/monkey_patch.py`)."""
     fms_acceleration: bool

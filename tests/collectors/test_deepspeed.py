@@ -123,7 +123,7 @@ def test_the_configuration_says_what_the_job_says():
         ("precision.optimizer_states", {"precision": {"main_parameters": "float32"}}),
         ("precision.main_parameters", {"precision": {"optimizer_states": "float32"}}),
         ("offload.parameters", {"offload": {"parameters": True}}),
-        ("optimizer.name", {"optimizer": {"name": "lion"}}),
+        ("optimizer.name", {"optimizer": {"name": "lion"}, "offload": {"optimizer": True}}),
         ("compile", {"compile": True}),
     ],
 )

@@ -62,6 +62,13 @@ CELLS = {
         "sequence_length": 8192,  # little else stands on the GPU than the inputs, beside which clipping's scalars are small
         "micro_batch_size": 8,
     },
+    "fsdp2_offloading_activations_too": {
+        "parallelism": {"data_parallel_size": 2, "sharding": "fsdp2"},
+        "activation_checkpointing.mode": "full",
+        "offload": {"parameters": True, "activations": True},
+        "sequence_length": 8192,
+        "micro_batch_size": 8,
+    },
     "fsdp1_trainer_accumulating": {
         **MIXED,
         "framework_options": {"autocast": True},

@@ -179,3 +179,30 @@ def test_a_network_that_transformers_splits_as_it_loads_it(run_script):
     assert held["optimizer_states"] == pytest.approx(2 * weights, rel=0.01)
     assert "communication_buffers" not in held  # which copies of the whole network would have
     assert (found.job.parallelism.tensor_parallel_size, found.job.parallelism.data_parallel_size) == (3, 1)
+
+LAUNCHED = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+network = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024))
+network, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters()))
+for _ in range(4):
+    accelerator.backward(network(torch.ones(8, 1024, device="cuda")).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_one_rank_that_accelerate_launches_with_fsdp_shards_and_updates_as_many_do(tmp_path):
+    """`accelerate launch` starts FSDP as a distributed program on one GPU too. The first step makes the states, once."""
+    script = tmp_path / "launched.py"
+    script.write_text(LAUNCHED)
+    flags = ["--num_processes", "1", "--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "NO_WRAP"]
+    found = peakcast.dryrun(["accelerate", "launch", *flags, str(script)], "H100-80GB")
+    first = found.timelines["first"]
+    weights = 4 * 2 * 1024 * 1025
+    made = first.composition(first.peak(Phase.OPTIMIZER_STEP).instant)
+    assert made[Category.OPTIMIZER_STATES] == pytest.approx(2 * weights, rel=0.01)
+    assert made[Category.OPTIMIZER_TEMPORARIES] <= 1.01 * weights

@@ -15,6 +15,7 @@ from peakcast.jobs.spec import ActivationCheckpointing, Optimizer, TrainingJob
 from peakcast.jobs.trained_parts import copies_head, copies_table
 from peakcast.models.ledger.huggingface.blocks.adapter_tensors import ADAPTED_ROLES, NETWORK, network_tensors
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
+from peakcast.models.ledger.huggingface.blocks.expert_adapters import expert_adapters
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.ledger.layouts import adapters_are_whole, expert_ranks, gathered_dtype
 from peakcast.models.ledger.layouts.base import StoredTensor
@@ -83,23 +84,35 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
             for module, tensor in everything
         )
     stored = [part for module, tensor in everything for part in _frozen(tensor, module, job, size, used)]
-    tuning, width = job.finetuning, int(DTYPE_BYTES[adapter_dtype(job)])
+    if job.finetuning.method == "full":
+        return tuple(stored)
+    copies = list(_copies(job, everything, size, used))  # in the order of the network's modules, as optimizers see it
+    of_table = [copy for copy in copies if copy.is_token_table]
+    others = [copy for copy in copies if copy not in of_table]
+    return (*of_table, *stored, *_adapters(job, everything, used), *others)
+
+
+def _adapters(job: TrainingJob, everything: Sequence[tuple[str, ParameterTensor]], used: int) -> Iterator[StoredTensor]:
+    """The adapters of the network as a whole, and of each matrix of `everything`. `used`: bytes of one element of a weight
+    when it is used."""
+    tuning, width, group = job.finetuning, int(DTYPE_BYTES[adapter_dtype(job)]), tensor_parallel(job)
     whole = adapters_are_whole(job)
     mixed = used if mixes_precision(job) and not whole else width
     for made in network_tensors(job.architecture, tuning):
         own = made.element_bytes or width
-        stored.append(StoredTensor(made.name, NETWORK, made.shape, own, own, trains=made.trains))
-    for module, tensor in everything if tuning.method != "full" else ():
+        yield StoredTensor(made.name, NETWORK, made.shape, own, own, trains=made.trains)
+    experts = expert_adapters(job.architecture, tuning, str(conventions(job).get("experts_implementation")))
+    for module, tensor in everything:
         name = tensor.name.removesuffix(".weight")
         if len(tensor.shape) == 2 and tensor.role in ADAPTED_ROLES and _adapted(name, job):
             sums = group.sequence and tensor.tensor_parallel_dim == 1 and job.parallelism.num_replicas == 1
             for made in METHODS[tuning.method].on_matrix(matrix_of(tuning, name, group.shape(tensor), _layer(module))):
                 own, gathered = (made.element_bytes, made.element_bytes) if made.element_bytes else (width, mixed)
                 part = StoredTensor(f"{name}.{made.name}", module, made.shape, own, gathered, trains=made.trains)
-                stored.append(replace(part, sharded=not whole, sums_gradient=sums and made.name == "lora_B"))
-    copies = list(_copies(job, everything, size, used))  # in the order of the network's modules, as optimizers see it
-    of_table = [copy for copy in copies if copy.is_token_table]
-    return (*of_table, *stored, *(copy for copy in copies if copy not in of_table))
+                yield replace(part, sharded=not whole, sums_gradient=sums and made.name == "lora_B")
+        elif name in experts:
+            for part_name, shape in experts[name].shapes.items():
+                yield StoredTensor(f"{name}.{part_name}", module, shape, width, mixed, trains=True)
 
 
 def _copies(
@@ -108,8 +121,6 @@ def _copies(
     """The copies that peft trains (`modules_to_save`), in the dtype of what they are copies of: of a classifier's head, in
     any case, of the token table and of the lm_head. A table that both used has two copies then (peft 0.21.2
     `utils/other.py` ModulesToSaveWrapper)."""
-    if job.finetuning.method == "full":
-        return
     if conventions(job).get("ends_in_float32"):
         size = used = FP32
     group = tensor_parallel(job)

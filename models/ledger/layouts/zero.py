@@ -151,14 +151,18 @@ class Partitions(Layout):
         """Elements of the largest piece of a gradient that this rank holds after backward."""
         raise NotImplementedError
 
-    def norm_in_backward(self, step: Step, elements: Iterable[int], now: int, *, more_bytes: int = 0) -> int:
+    def norm_in_backward(
+        self, step: Step, elements: Iterable[int], now: int, *, more_bytes: int = 0, at_a_time: int | None = None
+    ) -> int:
         """If the optimizer is offloaded, each gradient's norm is computed before it is copied to the host
         (`set_norm_for_param_grad_in_gpu`), one after the other, and the norms are kept until the optimizer step.
-        `elements`: of this rank's part of each gradient; `more_bytes`: bytes per element of what else exists meanwhile.
-        Returns the bytes of the temporaries."""
+        `elements`: of this rank's part of each gradient; `more_bytes`: bytes per element of what else exists meanwhile;
+        `at_a_time`: how many elements are converted at once, by default a whole part. Returns the bytes of the
+        temporaries."""
         pieces = list(elements)
         self._norms += step.allocate("norm_for_param_grads", Category.TEMPORARIES, [NORM_BYTES] * len(pieces), born=now)
-        return max(pieces, default=0) * more_bytes + min(max(pieces, default=0), NORM_ELEMENTS) * NORM_BYTES
+        most = max(pieces, default=0)
+        return most * more_bytes + min(most, at_a_time or most) * NORM_BYTES
 
     def clip(self, step: Step) -> None:
         size = 0 if self.offloads else self._largest_gradient() * NORM_BYTES

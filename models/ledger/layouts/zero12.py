@@ -164,8 +164,10 @@ class Zero12(Partitions):
                 continue
             if earlier is not None and self._bucket.has_room_for(tensor):
                 step.hold("gradient", Category.GRADIENTS, size, begin, begin + at + 1, run.module)
-            born = begin + at if earlier is None else begin - 1
-            self._arrive(step, tensor, begin + at, self.ended_bytes(run, at), born)
+            born, gone = begin + at, self.ended_bytes(run, at)
+            if earlier is not None:  # what has been added to it is freed before the hook runs
+                born, gone = begin - 1, gone + size
+            self._arrive(step, tensor, begin + at, gone, born)
         if self._table.is_summed_by(run):
             step.free(self._table.half)
             (table,) = (t for t in self.trained if t.is_token_table)
@@ -220,10 +222,13 @@ class Zero12(Partitions):
         return free
 
     def _free_outside(self, step: Step, one: Arrival, now: int, dies: int) -> int:
-        """Free a gradient that has waited outside the bucket; under stage 1 with `overlap_comm`, one that other ranks
-        update stays until backward ends. Returns the bytes that are free at once."""
+        """Free a gradient that has waited outside the bucket. Until backward ends stay, under stage 1 with `overlap_comm`,
+        those that other ranks update, and with the optimizer on the host those of this rank in a micro-batch that is not
+        the last: they are added up on the host, and only the last is taken from its parameter (`copy_grads_in_partition`).
+        Returns the bytes that are free at once."""
         size, born, module = one.tensor.numel * self.element_bytes, min(one.born + 1, now), one.tensor.module
-        if self._overlaps and not self.division.is_mine(one.tensor):
+        mine = self.division.is_mine(one.tensor)
+        if (self.offloads and not self._last) if mine else self._overlaps:
             self._until_reduced += step.allocate("gradient", Category.GRADIENTS, [size], module, born=born)
             return 0
         step.hold("gradient", Category.GRADIENTS, size, born, dies, module)

@@ -12,6 +12,7 @@ from peakcast.models.ledger.layouts.zero import (
     BUFFERS,
     GATHERING,
     MAIN_BYTES,
+    NORM_ELEMENTS,
     REDUCING,
     Partitions,
     ZeroSettings,
@@ -298,7 +299,8 @@ class Zero3(Partitions):
             size = gradient.elements * self.gradient_bytes
             step.hold("gradient", Category.GRADIENTS, size, gradient.born + 1, now + 1)
         if self.offloads and self._last:  # besides the part itself, which is copied back from the host (`partition_grads`)
-            then = self.norm_in_backward(step, bucket.parts(), now, more_bytes=self.element_bytes)
+            more, chunk = self.element_bytes, NORM_ELEMENTS
+            then = self.norm_in_backward(step, bucket.parts(), now, more_bytes=more, at_a_time=chunk)
         elif self.offloads:
             then = max(bucket.parts()) * self.element_bytes
         reduction, before = bucket.reduction(now, then, gone), self._reductions.get(now)

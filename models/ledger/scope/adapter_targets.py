@@ -9,9 +9,11 @@ from functools import lru_cache
 
 from peakcast.core.errors import SpecError, near_misses
 from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.adapter_tensors import ADAPTED_ROLES
-from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
+from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target, names_experts_alone
+from peakcast.models.ledger.huggingface.blocks.expert_adapters import expert_adapters, names_of
 from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK
 from peakcast.models.ledger.parameters.inventory import layer_parameters
 from peakcast.models.recipes.shelf import recipe_of
@@ -27,13 +29,36 @@ def shared_expert_projections(job: TrainingJob) -> tuple[str, ...]:
 
 def adapts_shared_experts(job: TrainingJob) -> bool:
     """Whether `finetuning.targets` names matrices of shared experts."""
-    shared = shared_expert_projections(job)
+    stacked = conventions(job).get("experts_implementation") != "loop"
+    shared = {
+        name
+        for name in shared_expert_projections(job)
+        if not (stacked and names_experts_alone(name, job.finetuning, job.architecture))
+    }
     return bool(shared) and not {*shared, "all-linear"}.isdisjoint(job.finetuning.targets)
 
 
 def names_experts(job: TrainingJob) -> bool:
     """Whether `finetuning.targets` names what routed experts and their router are called, in whichever network."""
     return not {*EXPERTS, "gate", "all-linear"}.isdisjoint(job.finetuning.targets)
+
+
+def adapts_experts(job: TrainingJob) -> bool:
+    """Whether adapters on stacked experts, or on their router, are counted."""
+    implementation = str(conventions(job).get("experts_implementation"))
+    return bool(expert_adapters(job.architecture, job.finetuning, implementation))
+
+
+def leaves_out_experts(job: TrainingJob) -> bool:
+    """Whether peft takes names among `finetuning.targets` for stacked experts whose adapters are not counted."""
+    chosen, targets = conventions(job), set(job.finetuning.targets)
+    counted = expert_adapters(job.architecture, job.finetuning, str(chosen.get("experts_implementation")))
+    if chosen.get("experts_implementation") == "loop" or (chosen.get("quantized_experts") and not counted):
+        return names_experts(job)
+    if job.finetuning.method not in ("lora", "qlora"):
+        return False
+    named = names_of(job.architecture).items()
+    return any(("all-linear" in targets or names & targets) and one not in counted for one, names in named)
 
 
 def require_adapters(job: TrainingJob) -> None:

@@ -1,9 +1,10 @@
-"""What is assumed about a job that says too little, as sentences: of its adapters' targets, and of Liger's kernels."""
+"""What is assumed about a job that says too little, as sentences: of its adapters' targets, of what FSDP offloads, and of
+Liger's kernels."""
 
 from __future__ import annotations
 
 from peakcast.jobs.architecture import Architecture
-from peakcast.jobs.conventions import conventions, fuses_loss
+from peakcast.jobs.conventions import conventions, fsdp_offloads, fuses_loss
 from peakcast.jobs.spec import TrainingJob
 from peakcast.jobs.trained_parts import HEADS, TABLES
 from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK
@@ -36,6 +37,16 @@ def _default_targets_assumed(architecture: Architecture) -> str:
         f"adapters are assumed to be on {', '.join(default_adapter_targets(architecture))}: finetuning.targets names none, "
         f"and peft, which has no default for model_type={architecture.model_type!r}, raises an error without; name some "
         f"of {', '.join(projections(architecture))}."
+    )
+
+
+def assumption_on_fsdps_offload(job: TrainingJob) -> str:
+    """An assumption for a job that offloads its weights by FSDP and says nothing of the optimizer; "" otherwise."""
+    if not fsdp_offloads(job) or job.offload.optimizer:
+        return ""
+    return (
+        "FSDP keeps gradients and optimizer states on the host where the weights are (offload.parameters); "
+        "offload.optimizer=true is assumed."
     )
 
 

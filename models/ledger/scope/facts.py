@@ -6,11 +6,12 @@ does or what a library knows of it (`trait`; `catalog/families/`).
 
 from __future__ import annotations
 
-from peakcast.core.versions import OWN_NETWORKS, release
+from peakcast.core.versions import OWN_NETWORKS, compare, release
 from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.conventions import (
     adapter_dtype,
     conventions,
+    fsdp_offloads,
     fuses_loss,
     makes_whole_logits,
     mixes_precision,
@@ -138,7 +139,9 @@ names_ends = Fact(ends_named, "adapters on the token table or the head")
 copies_ends = Fact(lambda job: copies_table(job) or copies_head(job), "copies of the token table or the head that train")
 copies_inside = Fact(lambda job: bool(copied_inside(job)), "modules other than the ends that train beside the adapters")
 adapts_shared_experts = Fact(adapter_targets.adapts_shared_experts, "adapters on shared experts")
-names_experts = Fact(adapter_targets.names_experts, "adapters on experts")
+adapts_experts = Fact(adapter_targets.adapts_experts, "adapters on experts")
+leaves_out_experts = Fact(adapter_targets.leaves_out_experts, "adapters on experts that are not counted")
+before_baddbmm = Fact(lambda job: compare(job.versions.get("peft", "1"), "<0.21"), "peft before 0.21")
 unconfirmed_method = Fact(
     lambda job: job.finetuning.method == conventions(job).get("unconfirmed_adapters"), "a method of another peft release"
 )
@@ -253,8 +256,7 @@ shards_layers_alone = many_ranks & ~parallel_otherwise & asks_fsdp2
 experts_on_every_rank = Fact(lambda job: expert_ranks(job) == 1, "all experts on every rank")
 ends_apart = option("fsdp2_units", "ends")
 overlaps_reduction = option("overlap_comm", True)
-offloads_by_fsdp = (asks_fsdp1 | asks_fsdp2) & replicated & setting("offload", Offload(parameters=True, optimizer=True))
-"""FSDP1's CPUOffload and FSDP2's CPUOffloadPolicy move parameters, gradients and the optimizer's states together."""
+offloads_by_fsdp = Fact(fsdp_offloads, "offloaded by FSDP")
 
 
 @fact

@@ -94,8 +94,9 @@ _TENSOR_PARALLEL = Section("tensor parallelism", when=job.tensor_parallel, rows=
           "tensor_parallel_size={parallelism.tensor_parallel_size} does not divide vocab_size={architecture.vocab_size}: "
           "transformers refuses it."),
     unknown(_SIZE, job.huggingface & job.replicated,
-            "tensor with data parallelism under the Trainer is not modelled: accelerate 1.15 asks transformers 5.17 for a "
-            "class that it no longer has (ReplicateParallel)."),
+            "tensor with data parallelism was compared with no trace of transformers' own plan: accelerate 1.15 asks "
+            "transformers 5.17 for a class that it no longer has (ReplicateParallel). With framework='torch' it is "
+            "modelled, for programs that split the network by torch's plan, as NeMo AutoModel does."),
     unknown(_SIZE, job.huggingface & job.sequence_parallel,
             "sequence_parallel is not part of transformers' tensor-parallel plan for this architecture."),
     fails("optimizer.name", job.huggingface & job.trains & ~job.optimizer("adamw"),
@@ -246,6 +247,13 @@ LAYOUTS = Section("layouts", (
 ))
 
 _STAGE = "parallelism.zero_stage"
+_OVER_PARTITIONS = (
+    "adam", "adamw", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "ademamix", "ademamix_8bit",
+    "paged_ademamix_32bit", "paged_ademamix_8bit", "lion", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "adafactor",
+    "rmsprop", "sgd",
+)
+"""Optimizers that were traced as they update DeepSpeed's flat partitions. Paged states are outside the allocator, and what
+else those optimizers have is as without paging (bitsandbytes 0.50 optim/optimizer.py `get_state_buffer`)."""
 _TRACED_PLAIN = job.offloads | job.preference | job.quantized | job.experts
 ZERO = Section(
     "ZeRO", when=job.zero, start="zero_stage={parallelism.zero_stage} is compared with DeepSpeed's trace ", rows=(
@@ -261,17 +269,16 @@ ZERO = Section(
     nearly_more(_STAGE, job.offloads_parameters & ~job.replicated,
                 "on one rank with its weights on the GPU only: from the host, first steps are counted up to 0.5 % too "
                 "low.", share=0.005),
-    unknown(_STAGE, job.zero1 & job.overlaps_reduction & (job.ties_embeddings & job.accumulates | _TRACED_PLAIN),
-            "with overlap_comm only without a shared table if there are several micro-batches, and without offloading, "
-            "quantised weights, experts and preferences."),
+    unknown(_STAGE, job.zero1 & job.overlaps_reduction & job.accumulates & job.ties_embeddings,
+            "with overlap_comm and several micro-batches only without a shared table."),
+    unknown(_STAGE, job.zero1 & job.overlaps_reduction & (job.preference | job.quantized | job.experts),
+            "with overlap_comm only without quantised weights, experts and preferences."),
     unknown(_STAGE, option("contiguous_gradients", False) & (~job.zero3 & job.overlaps_reduction | _TRACED_PLAIN),
             "with contiguous_gradients=true only with offloading, quantised weights, experts, preferences, "
             "overlap_comm."),
     unknown(_STAGE, job.changes_dtype,
             "computed in the dtype of the weights only, not {precision.parameters!r} in {precision.compute!r}; where its "
             "configuration enables bf16 or fp16, weights are narrow and precision.main_parameters is 'float32'."),
-    more("framework_options.overlap_comm", ~job.zero3 & job.overlaps_reduction & job.offloads_optimizer,
-         "without overlap_comm only with an optimizer on the host: gradients larger than a bucket then stay longer."),
     more("finetuning.method", job.zero3 & differs("adapters under ZeRO-3") & job.adapts,
          "without adapters on GPT-Neo only, whose frozen weights stay gathered longer in backward."),
     unknown(_STAGE, job.zero3 & job.experts & job.some_layers,
@@ -281,8 +288,12 @@ ZERO = Section(
     unknown(_STAGE, job.experts & job.quantized, "with whole experts only, not quantised ones."),
     unknown(_STAGE, job.experts & job.zero3 & ~trait("libraries.deepspeed_leaf"),
             "with experts of {families_of_leaves} only, whose feed-forwards are modules without parts."),
-    unknown("optimizer.name", ~job.optimizer("adamw", "adam"),
-            "with torch's AdamW only, not optimizer.name={optimizer.name!r}."),
+    unknown("optimizer.name", job.offloads_optimizer & ~job.optimizer("adamw", "adam"),
+            "with an optimizer on the host with AdamW only, not optimizer.name={optimizer.name!r}."),
+    unknown("optimizer.name",
+            ~job.optimizer(*_OVER_PARTITIONS) | (job.optimizer("adamw_8bit") & option("adamw_8bit_library", "torchao")),
+            "with torch's AdamW, RMSprop and SGD, Adafactor, and bitsandbytes' AdamW, AdEMAMix and Lion only, not "
+            "optimizer.name={optimizer.name!r}."),
     unknown("activation_checkpointing.mode", job.selective, "without selective checkpointing only."),
     unknown(_STAGE, job.parallel_otherwise, "without other parallelism."),
 ))

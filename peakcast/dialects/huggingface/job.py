@@ -27,7 +27,12 @@ from peakcast.dialects.huggingface import keys
 from peakcast.dialects.huggingface.batch import batch_form, sequence_length
 from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_optimizer, note_engine_optimizer
 from peakcast.dialects.huggingface.dtypes import finetuning_of, half_dtype, precision_of, weights_dtype, widened_adapters
-from peakcast.dialects.huggingface.parallelism import fsdp_settings, fsdp_version, layout_and_offload
+from peakcast.dialects.huggingface.parallelism import (
+    fsdp_settings,
+    fsdp_version,
+    layout_and_offload,
+    started_with,
+)
 from peakcast.dialects.huggingface.post_training import SCORING, with_scores
 from peakcast.dialects.huggingface.quantization import quantization_of
 from peakcast.dialects.huggingface.unsloth import ALLOCATOR, NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
@@ -115,6 +120,7 @@ def from_huggingface(
     training = _settings("training_arguments", training_arguments, notes, spell)
     adapter = _settings("peft", peft, notes, spell) if peft is not None else None
     engine, shards = _strategy(deepspeed, fsdp, training, notes)
+    shards = started_with(shards, num_gpus, notes)
     refuse_teacher(training, "teacher_model_name_or_path")
     model, widens = network_config(config), widens_for_fsdp2
     run = _Run(config, model, architecture, training, adapter, engine, shards, num_gpus, versions, notes, widens)

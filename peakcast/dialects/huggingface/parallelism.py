@@ -12,6 +12,8 @@ from peakcast.dialects.huggingface import keys as keys
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import Offload, Parallelism
 
+OF_LAUNCHER = ("distributed_type", "num_processes", "mixed_precision")
+"""Keys that only accelerate's launch configuration has beside FSDP's own."""
 RESHARDS = ("fsdp_reshard_after_forward", "reshard_after_forward")
 ZERO_3_SIZES = {
     "stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000,
@@ -74,6 +76,21 @@ def _note_units(merged: Mapping[str, Any], notes: Notes) -> None:
             )
 
 
+def started_with(shards: Settings | None, num_gpus: int, notes: Notes) -> Settings | None:
+    """`shards`, or None where FSDP is asked for and not used: on one GPU, unless a launcher's configuration asks for it.
+    Without one the program is started as on one GPU always (accelerate 1.15 commands/launch.py `launch_command`), and then
+    has no FSDP (state.py `PartialState`, `AcceleratorState`)."""
+    if shards is None or num_gpus > 1 or any(map(shards.given, OF_LAUNCHER)):
+        return shards
+    notes.warnings.append(
+        "FSDP is not used on one GPU, nor is its offload, unless accelerate launches it (distributed_type: FSDP, or "
+        "--use_fsdp). On several GPUs each needs less: --num-gpus.",
+        "fsdp",
+        "less",
+    )
+    return None
+
+
 def fsdp_version(shards: Settings) -> int:
     """The version of FSDP, 1 or 2, by accelerate's rule."""
     return shards.integer("fsdp_version", shards.integer("version", 1)) or 1
@@ -124,7 +141,7 @@ def layout_and_offload(
         )
     offloads = shards.switch("fsdp_offload_params") or shards.switch("offload_params") or shards.switch("cpu_offload")
     if num_gpus == 1:
-        sentence = "FSDP on one GPU shards nothing; it is treated as not used. On several, each needs less: --num-gpus."
+        sentence = "FSDP on one GPU shards nothing. On several, each needs less: --num-gpus."
         notes.warnings.append(sentence, "fsdp", "less")
         sharding = "no_shard"
     layout = Parallelism(data_parallel_size=num_gpus, sharding=sharding)

@@ -11,12 +11,14 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import MIB
 from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, Offload, Optimizer, Parallelism, Precision
 from peakcast.models.allocator.replay import replay
+from peakcast.models.baseline.host import host_bytes
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.ddp import bucket_sizes
 from peakcast.models.ledger.layouts.fsdp1 import FSDP1, FSDP1Settings
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2, FSDP2Settings
 from peakcast.models.ledger.layouts.fsdp_units import Unit
+from peakcast.models.ledger.scope.assumptions import assumption_on_fsdps_offload
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category, Phase
@@ -150,6 +152,14 @@ def test_offloaded_by_fsdp2_only_gathered_weights_are_on_the_gpu(job):
     assert most(timeline, BUFFERS, Phase.FORWARD) == (ENDS + 3 * LAYER) * BF16
 
 
+def test_fsdp_has_the_optimizer_where_it_has_the_weights(job):
+    both, weights = (job("fsdp2", offload=Offload(parameters=True, optimizer=told)) for told in (True, False))
+    assert out_of_scope(weights) == assumption_on_fsdps_offload(both) == ""
+    assert "offload.optimizer=true is assumed" in assumption_on_fsdps_offload(weights)
+    assert ledger(weights).totals.tolist() == ledger(both).totals.tolist()
+    assert host_bytes(weights, ledger) == host_bytes(both, ledger) > 0
+
+
 def test_tensors_of_a_step_live_from_allocate_to_free():
     step = Step()
     first = step.allocate("a", BUFFERS, [512])
@@ -211,8 +221,11 @@ def test_scope_names_what_is_left_out(job):
     assert out_of_scope(job("zero2", framework_options=overlaps)) == ""
     tied = replace(job().architecture, tie_word_embeddings=True)
     asked = job("zero1", framework_options=overlaps, architecture=tied)
-    assert "with overlap_comm only" in out_of_scope(asked.replace(gradient_accumulation_steps=2))
-    assert "with overlap_comm only" in out_of_scope(asked.replace(offload=Offload(optimizer=True)))
+    assert "without a shared table" in out_of_scope(asked.replace(gradient_accumulation_steps=2))
+    on_host = job("zero1", framework_options=overlaps, offload=Offload(optimizer=True))
+    assert out_of_scope(on_host) == ""
+    assert out_of_scope(on_host.replace(gradient_accumulation_steps=2)) == ""
+    assert out_of_scope(on_host.replace(parallelism=job("zero2").parallelism, gradient_accumulation_steps=2)) == ""
     assert [out_of_scope(job(f"zero{stage}", framework_options=scattered)) for stage in (1, 2, 3)] == [""] * 3
     offloaded = job("zero3", framework_options=scattered, offload=Offload(optimizer=True))
     assert "with contiguous_gradients=true only" in out_of_scope(offloaded)
@@ -224,6 +237,8 @@ def test_scope_names_what_is_left_out(job):
     assert out_of_scope(job("zero3", precision=half)) == ""
     assert out_of_scope(job("fsdp1", finetuning=Finetuning(method="lora", rank=8))) == ""
     assert out_of_scope(job("fsdp1", offload=Offload(parameters=True, optimizer=True))) == ""
+    assert "together with the weights" in out_of_scope(job("fsdp1", offload=Offload(optimizer=True)))
+    assert "FSDP on several GPUs" in out_of_scope(job("fsdp1", ranks=1, offload=Offload(parameters=True)))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from peakcast.models.ledger.scope.scope import out_of_scope
 
 REENTRANT = ActivationCheckpointing(mode="full", use_reentrant=True)
 EVERYWHERE = Finetuning(method="lora", rank=8, targets=("all-linear",))
+IN_8_BITS = replace(EVERYWHERE, method="qlora", quantization="int8")
 ATTENTION = Finetuning(method="lora", rank=8, targets=("q_proj", "v_proj"))
 LIGER = {"framework_options": FrozenMapping({"liger_kernels": True})}
 NARROW_MPT = replace(catalog.architecture("mpt-7b"), intermediate_size=8192)
@@ -32,8 +33,7 @@ def reason(name, **changes):
 @pytest.mark.parametrize(
     ("name", "changes", "why"),
     [
-        ("qwen3-30b-a3b", {"finetuning": EVERYWHERE}, "adapters on the experts"),
-        ("mixtral-8x7b", {"finetuning": EVERYWHERE}, "adapters on the experts"),
+        ("qwen3-30b-a3b", {"finetuning": IN_8_BITS}, "adapters on the experts"),
         ("qwen3-30b-a3b", LIGER, "kernels for experts"),
         ("falcon-7b", LIGER, "no kernels for model_type='falcon'"),
         ("gpt2", {"loss": FUSED}, "no kernels for model_type='gpt2'"),

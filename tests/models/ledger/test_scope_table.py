@@ -10,7 +10,7 @@ import pytest
 from peakcast import catalog
 from peakcast.core.findings import FAILS, NEARLY, NEARLY_LESS, NEARLY_MORE, UNKNOWN
 from peakcast.jobs.conventions import known_conventions
-from peakcast.jobs.spec import Offload, TrainingJob
+from peakcast.jobs.spec import ActivationCheckpointing, TrainingJob
 from peakcast.models.ledger.scope.fact import above, option, setting
 from peakcast.models.ledger.scope.scope import not_covered, scope_findings, sections
 from peakcast.models.ledger.scope.table import Section, fails, more, unknown
@@ -75,8 +75,10 @@ def test_a_row_names_settings_and_values_that_there_are(row):
 
 def test_what_is_unknown_or_fails_is_seen_behind_the_first_row_too():
     float8 = dataclasses.replace(JOB.precision, compute="float8")
-    job = JOB.replace(task="inference", precision=float8, sequence_length=1001, offload=Offload(optimizer=True))
-    (first,) = [finding for finding in scope_findings(job) if finding.parameter in ("offload", "precision.compute")]
-    assert first.parameter == "offload"
-    assert {"offload", "precision.compute"} <= {row.parameter for row in not_covered(job)}
+    kept = ActivationCheckpointing(mode="selective", modules=("mlp",))
+    job = JOB.replace(task="inference", precision=float8, sequence_length=1001, activation_checkpointing=kept)
+    both = ("activation_checkpointing.modules", "precision.compute")
+    (first,) = [finding for finding in scope_findings(job) if finding.parameter in both]
+    assert first.parameter == both[0]
+    assert set(both) <= {row.parameter for row in not_covered(job)}
     assert {row.effect for row in not_covered(job)} == {FAILS, UNKNOWN}

@@ -9,7 +9,7 @@ import pytest
 from peakcast import catalog
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import power_of_two
-from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, Offload, Parallelism, Precision, TrainingJob
+from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, Offload, Optimizer, Parallelism, Precision, TrainingJob
 from peakcast.models.baseline.host import host_bytes
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.contexts import block_context
@@ -197,6 +197,16 @@ def test_zero_partitions_main_copies_and_states_in_fp32(job, layout, weights):
     assert inside[Category.OPTIMIZER_STATES] == pytest.approx(2 * P * FP32 // 4, abs=2048)
 
 
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_zero_gives_eight_bit_optimizers_its_partitions(job, layout, paged):
+    """Two bytes an element, which are managed memory if paged, and of each 256 elements two scales."""
+    asked = job(layout, optimizer=Optimizer(name="paged_adamw_8bit" if paged else "adamw_8bit"))
+    assert out_of_scope(asked) == ""
+    states = at_the_optimizer(ledger(asked))[Category.OPTIMIZER_STATES]
+    assert states == pytest.approx((0 if paged else 2 * P // 4) + 2 * FP32 * P // 4 // 256, abs=16 * 1024)
+
+
 def test_zero_1_keeps_full_gradients_and_zero_2_a_bucket(job):
     options = FrozenMapping({"reduce_bucket_size": 1000})
     one, two = (ledger(job(name, framework_options=options)) for name in ("zero1", "zero2"))
@@ -269,6 +279,30 @@ def test_with_overlap_zero_1_reduces_in_backward_but_keeps_what_is_larger_than_a
         made = steady.alive_at(at) & (steady.categories == Category.GRADIENTS)
         made &= np.array([name != "grads_in_partition" for name in steady.names])
         assert int(steady.num_bytes[made].sum()) == BF16 * kept
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_norms_of_gradients_for_an_optimizer_on_the_host_are_computed_in_float64_all_at_once(job, stage):
+    """Only stage 3 takes 250,000,000 elements at a time."""
+    wide = replace(job().architecture, vocab_size=1_200_000)
+    timeline = ledger(job(stage, ranks=1, architecture=wide, sequence_length=16, offload=Offload(optimizer=True)))
+    norms = [name == "norm.to_float64" for name in timeline.names]
+    beside = 256 * 1_200_000 * BF16  # what is freed just before
+    assert int(timeline.num_bytes[norms].max()) == pytest.approx(8 * 256 * 1_200_000, abs=2 * beside)
+    assert int(timeline.num_bytes[norms].max()) > 8 * 250_000_000
+
+
+def test_zero_2_keeps_large_gradients_of_a_micro_batch_that_is_not_the_last_for_an_optimizer_on_the_host(job):
+    """With one rank all gradients are its own. The token table's comes last: the lm_head's, which is larger than the bucket
+    too, is still there in the first micro-batch, and in the second has gone to the host."""
+    table = 1024 * 256 * BF16
+    for steps, kept in ((1, [1]), (2, [2, 1])):
+        options = FrozenMapping({"reduce_bucket_size": 200_000})
+        asked = job("zero2", ranks=1, framework_options=options, offload=Offload(optimizer=True))
+        steady = ledger(asked.replace(gradient_accumulation_steps=steps))
+        ends = [instant for instant, label in enumerate(steady.labels) if label == "reduce_gradients"]
+        large = (steady.categories == Category.GRADIENTS) & (steady.num_bytes == table)
+        assert [int((steady.alive_at(instant) & large).sum()) for instant in ends] == kept
 
 
 @pytest.mark.parametrize(("stage", "overlaps", "streams"), [(3, True, {0, 1, 2}), (3, False, {0}), (2, True, {0, 2})])

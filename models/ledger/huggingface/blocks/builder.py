@@ -328,6 +328,15 @@ def is_adapter_target(name: str, tuning: Finetuning, architecture: Architecture)
     leaf = name.rsplit(".", 1)[-1]
     if tuning.method in ON_NETWORK:
         return False
+    if names_experts_alone(leaf, tuning, architecture):
+        return False
     if tuning.targets:
         return leaf in tuning.targets or ("all-linear" in tuning.targets and name not in NOT_ADAPTED)
     return leaf in default_adapter_targets(architecture, tuning.method)
+
+
+def names_experts_alone(leaf: str, tuning: Finetuning, architecture: Architecture) -> bool:
+    """Whether peft takes `leaf`, the name of a projection, for the stacked experts, and not for the Linears of that name in
+    dense layers and shared experts (peft 0.21 `utils/transformers_weight_conversion.py` _convert_peft_config_moe)."""
+    adapts = architecture.moe is not None and tuning.method in ("lora", "qlora")
+    return adapts and leaf in family_of(architecture).libraries.peft_adapts_experts

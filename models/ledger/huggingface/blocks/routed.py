@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 from peakcast.core.units import FP32, INT32, INT64
 from peakcast.jobs.architecture import MixtureOfExperts
+from peakcast.models.ledger.huggingface.blocks import expert_adapters
 from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
+from peakcast.models.ledger.huggingface.blocks.expert_adapters import DOWN, GATE_UP
 from peakcast.models.ledger.huggingface.blocks.router import route
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
@@ -57,10 +59,12 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     context, tape = build.context, build.tape
     width, inner = context.architecture.hidden_size, moe.moe_intermediate_size
     pairs = context.rows * moe.num_experts_per_tok
+    adapted = expert_adapters.registered(build)
     rows = _sorted_by_expert(build, x, weights, moe)
     gated = context.architecture.gated_mlp
     bias = _bias(build, rows.ids, moe, pairs, (1 + gated) * inner, "mlp.experts.gate_up_proj_bias")
-    both = _grouped_linear(build, rows.selected, moe, pairs, width, (1 + gated) * inner, "mlp.experts.gate_up_proj", bias)
+    taken, outer, changed = rows.selected, (1 + gated) * inner, expert_adapters.changed(build, adapted, GATE_UP)
+    both = _grouped_linear(build, taken, moe, pairs, width, outer, GATE_UP, bias, changed)
     both = _masked(build, both, "mlp.experts.mask_gate_up")
     if family_of(context.architecture).experts.clamps:
         product = _clamped_product(build, both, pairs * inner)
@@ -73,7 +77,8 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     down_bias = _bias(build, rows.ids, moe, pairs, width, "mlp.experts.down_proj_bias")
     for variable in bias:
         tape.hold(variable)
-    down = _grouped_linear(build, product, moe, pairs, inner, width, "mlp.experts.down_proj", down_bias)
+    changed += expert_adapters.changed(build, adapted, DOWN)
+    down = _grouped_linear(build, product, moe, pairs, inner, width, DOWN, down_bias, changed[-1:])
     down = _masked(build, down, "mlp.experts.mask_down")
     total, restored = _weighted_sum(build, down, rows, moe)
     if total.num_bytes != x.num_bytes:
@@ -81,6 +86,8 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     # variables of the experts' forward
     for variable in (rows.ids, rows.counted, rows.weights, rows.selected, *down_bias, down, restored):
         tape.hold(variable)
+    for variable in (*changed, *(factor for one in adapted.values() for factor in one.factors)):
+        tape.hold(variable)  # until the parametrizations are removed
     return total
 
 
@@ -123,7 +130,7 @@ def _weighted_sum(build: BlockBuilder, down: Tensor, rows: _SortedRows, moe: Mix
         "mlp.experts.weighted",
         [down, rows.weights],
         wide,
-        saves=[down, rows.weights],
+        saves=[*([down] if rows.weights.requires_grad else []), rows.weights],
         gradients=[(down, down.num_bytes), (rows.weights, rows.weights.num_bytes)],
         # both products, before they are narrowed
         backward_temporary_bytes=2 * wide - gone if wide > down.num_bytes else wide,
@@ -177,15 +184,18 @@ def _grouped_linear(
     out_features: int,
     name: str,
     bias: list[Tensor],
+    changed: list[Tensor],
 ) -> Tensor:
-    """A grouped matrix product of rows sorted by expert, and its bias."""
+    """A grouped matrix product of rows sorted by expert, and its bias. `changed`: the weight that an adapter has changed,
+    if it has one."""
     context = build.context
     weight = moe.num_experts // context.experts.ranks * in_features * out_features * context.precision.weight_bytes
+    kept = [x, *(changed if x.requires_grad else [])] if changed or context.weights_get_gradients else []
     product = build.tape.operation(
         name,
-        [x],
+        [x, *changed],
         rows * out_features * context.precision.weight_bytes,
-        saves=Saved([x] if context.weights_get_gradients else [], parameter_bytes=weight),
+        saves=Saved(kept, parameter_bytes=0 if changed else weight),
         weight_gradients=[WeightGradient(f"{name}.grad", weight)] if context.weights_get_gradients else [],
     )
     for rows_of_bias in bias:

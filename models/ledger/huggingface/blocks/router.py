@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from peakcast.core.units import FP32, INT64
 from peakcast.jobs.architecture import MixtureOfExperts
+from peakcast.models.ledger.huggingface.blocks import expert_adapters
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.eager_attention import softmax
 from peakcast.models.ledger.tape import primitives as ops
@@ -54,11 +55,12 @@ def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
     context, tape, rows = build.context, build.tape, build.context.rows
     width, num = context.architecture.hidden_size, moe.num_experts
     code = family_of(context.architecture).experts
+    changed = expert_adapters.changed(build, expert_adapters.registered(build, router=True), expert_adapters.ROUTER)
     if code.router_in_float32 and context.precision.weight_bytes < FP32:
         x = ops.cast(tape, x, rows * width * FP32, "mlp.router.input_to_float32")
         weight = tape.operation(
             "mlp.router.weight_to_float32",
-            [],
+            changed,
             num * width * FP32,
             weight_gradients=[WeightGradient("mlp.gate.weight.grad", num * width * context.precision.weight_bytes)]
             if context.weights_get_gradients
@@ -69,9 +71,13 @@ def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
             size = context.precision.compute_bytes
             x = ops.cast(tape, x, rows * width * size, "mlp.router.input_to_narrow")
             weight = ops.cast(tape, weight, num * width * size, "mlp.router.weight_to_narrow")
-        saves = [x, weight] if context.weights_get_gradients else [weight]
+        saves = [x, weight] if context.weights_get_gradients or changed else [weight]
         return tape.operation("mlp.router.logits", [x, weight], rows * num * size, saves=saves)
-    logits = build.projection(x, width, num, "mlp.gate", moe.router_bias)
+    if changed:
+        narrow = rows * num * context.precision.weight_bytes
+        logits = tape.operation("mlp.gate", [x, *changed], narrow, saves=[x, *(changed if x.requires_grad else [])])
+    else:
+        logits = build.projection(x, width, num, "mlp.gate", moe.router_bias)
     if code.softmax_of_chosen == "float32" and logits.num_bytes != rows * num * FP32:
         logits = ops.cast(tape, logits, rows * num * FP32, "mlp.router.to_float32")
     return logits
