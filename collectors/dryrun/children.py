@@ -7,6 +7,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "la
 """Fields of a command that are passed to the process that runs it."""
 TOOLS = ("pip", "ensurepip", "venv", "compileall", "multiprocessing", "torch._inductor", "torch.utils", "peakcast")
 """Modules that do not train and are run normally."""
+PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+"""Folders of installed packages: `trl sft` starts a file that lies there (trl 1.16 `cli/accelerate_launcher.py`)."""
 
 
 class Children:
@@ -89,7 +92,10 @@ def _words(args: Any, *, shell: bool) -> list[str]:
 
 
 def _is_tool(command: TrainingCommand) -> bool:
-    name = command.script
+    """Whether `command` runs a module of TOOLS, or a file of the environment that is in none of its packages."""
+    name, packaged = command.script, PACKAGES.split(command.script)
+    if len(packaged) > 1:
+        name = packaged[-1].removesuffix(".py").removesuffix(f"{os.sep}__main__").replace(os.sep, ".")
     return any(name == tool or name.startswith(f"{tool}.") for tool in TOOLS) or name.startswith(
         (sys.prefix + os.sep, sys.base_prefix + os.sep)
     )

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from peakcast.collectors.dryrun.children import _is_tool
 from peakcast.collectors.dryrun.command import read_command
 from peakcast.core.errors import SpecError
 from peakcast.doors.dryrunning import dryrun
@@ -56,6 +57,23 @@ def test_a_program_that_trains_is_followed(how, train, tmp_path):
     assert found.steps == 3
     assert found.answer.composition["parameters"] == pytest.approx(257 * 256 * 4, rel=0.01)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py", "wrapper.py"]
+
+
+@pytest.mark.parametrize(
+    ("path", "is_tool"),
+    [
+        ("lib/python3.11/site-packages/trl/scripts/sft.py", False),
+        ("lib/python3.11/site-packages/pip/__main__.py", True),
+        ("lib/python3.11/site-packages/torch/_inductor/compile_worker/__main__.py", True),
+        ("lib/python3.11/json/tool.py", True),
+    ],
+)
+def test_a_file_of_an_installed_package_may_train(path, is_tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    file = tmp_path / path
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert _is_tool(read_command(["python", str(file)])) == is_tool
 
 
 def test_a_shell_script_is_read_and_its_training_command_followed(train, tmp_path):
