@@ -3,10 +3,12 @@ answer."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.dryrun.command import TrainingCommand, is_python, read_command
+from peakcast.collectors.tracing.imports import when_imported
 from peakcast.core.errors import SpecError
 
 ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "launched", "accelerate")
 """Fields of a command that are passed to the process that runs it."""
 TOOLS = ("pip", "ensurepip", "venv", "compileall", "multiprocessing", "torch._inductor", "torch.utils", "peakcast")
 """Modules that do not train and are run normally."""
+PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+"""Folders of installed packages: `trl sft` starts a file that lies there (trl 1.16 `cli/accelerate_launcher.py`)."""
 
 
 class Children:
@@ -55,6 +60,7 @@ class Children:
 
         subprocess.Popen.__init__ = started  # type: ignore[method-assign,assignment]
         os.execv, os.execve, os.system = became, became_with, ran  # type: ignore[assignment]
+        when_imported("torch.distributed.launcher.api", _start_one_rank)
         if "fork" in multiprocessing.get_all_start_methods():  # a forked child is in the dry run too
             multiprocessing.set_start_method("fork", force=True)
             context: Any = multiprocessing.get_context
@@ -79,6 +85,23 @@ class Children:
         return [sys.executable, "-P", "-m", "peakcast.collectors.dryrun", str(path)]
 
 
+def _start_one_rank(module: Any) -> None:
+    """Make torch's elastic agent, which launchers call in their own process (accelerate 1.15 `multi_gpu_launcher`, for
+    `trl sft --num_processes 4`), start one program that is told how many there are."""
+    launch = module.launch_agent
+
+    @functools.wraps(launch)
+    def launched(config: Any, entrypoint: Any, args: Any, **keywords: Any) -> Any:
+        if not isinstance(entrypoint, str):
+            return launch(config, entrypoint, args, **keywords)
+        ranks = (f"--nnodes={config.max_nodes}", f"--nproc-per-node={config.nproc_per_node}")
+        program = [word for number, word in enumerate(args) if number or word != "-u"]  # without Python and its option
+        subprocess.run(["torchrun", *ranks, *program], check=True)
+        return {}
+
+    module.launch_agent = launched
+
+
 def _words(args: Any, *, shell: bool) -> list[str]:
     """A command as words; a shell's command is parsed as a script."""
     if isinstance(args, (str, bytes, os.PathLike)):
@@ -89,7 +112,10 @@ def _words(args: Any, *, shell: bool) -> list[str]:
 
 
 def _is_tool(command: TrainingCommand) -> bool:
-    name = command.script
+    """Whether `command` runs a module of TOOLS, or a file of the environment that is in none of its packages."""
+    name, packaged = command.script, PACKAGES.split(command.script)
+    if len(packaged) > 1:
+        name = packaged[-1].removesuffix(".py").removesuffix(f"{os.sep}__main__").replace(os.sep, ".")
     return any(name == tool or name.startswith(f"{tool}.") for tool in TOOLS) or name.startswith(
         (sys.prefix + os.sep, sys.base_prefix + os.sep)
     )

@@ -1,8 +1,10 @@
-"""Replaces CUDA graphs: the captured part runs normally, and a replay makes no tensors, as on a GPU."""
+"""Replaces CUDA graphs: the captured part runs normally, and a replay makes no tensors, as on a GPU. Those that
+`torch.compile` would record are left out."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,3 +48,25 @@ def install(notes: RunFindings) -> None:
         module.graph_pool_handle = lambda: (0, 1)
         module.graph = capturing
         module.make_graphed_callables = lambda callables, *_, **__: callables
+    _say_of_compiled(notes)
+
+
+def _say_of_compiled(notes: RunFindings) -> None:
+    """Say where `torch.compile` is asked for CUDA graphs. Their tensors lie in a pool of their own, and those within a
+    graph that replays are not counted as allocated (torch 2.13 `_inductor/cudagraph_trees.py`)."""
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    make = wrapper.__init__
+
+    @functools.wraps(make)
+    def made(self: Any, *arguments: Any, **keywords: Any) -> None:
+        make(self, *arguments, **keywords)
+        if self.config.get("triton.cudagraphs"):
+            notes.add(
+                "script_part_skipped",
+                "torch.compile",
+                f"{where()} asks torch.compile for CUDA graphs, which a dry run does not record: they have a pool of their "
+                "own, and what lives inside one that replays does not count as allocated. A published run with them "
+                "printed 2.6 % less allocated and 12 % less reserved than its dry run.",
+            )
+
+    wrapper.__init__ = made

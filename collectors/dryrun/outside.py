@@ -30,6 +30,11 @@ LOGGERS = {
 """Environment variables that switch loggers off."""
 
 
+PUSHES = (
+    *("create_branch", "create_tag", "create_commit", "create_pull_request", "upload_file", "upload_folder"),
+    *("upload_large_folder", "delete_file", "delete_files", "delete_folder", "delete_branch", "delete_tag", "delete_repo"),
+)
+"""Functions of `huggingface_hub` that change a repository."""
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 _SET: set[str] = set()
 """Variables of `OFFLINE` that the user had not set."""
@@ -79,12 +84,7 @@ def _set_datasets_cache(folder: Path) -> None:
 def install(notes: RunFindings) -> None:
     """Install it in this process."""
 
-    def skip(what: str) -> Any:
-        def skipped(*_: Any, **__: Any) -> None:
-            notes.add("script_part_skipped", what, f"{where()} saves ({what}), which a dry run skips.")
-
-        return skipped
-
+    skip = functools.partial(_skip, notes)
     torch.save = skip("torch.save")
     _load_in_this_process()
     torch.multiprocessing.spawn = _spawn  # type: ignore[assignment]
@@ -109,6 +109,7 @@ def install(notes: RunFindings) -> None:
         module.Accelerator.save_state = module.Accelerator.save_model = module.Accelerator.save = skip("accelerator")
 
     when_imported("safetensors.torch", in_safetensors)
+    when_imported("huggingface_hub.hf_api", functools.partial(push_nothing, notes=notes))
     when_imported("transformers.trainer", in_trainer)
     when_imported("transformers.modeling_utils", in_modeling)
     when_imported("torch.distributed.checkpoint", in_checkpoint)
@@ -116,6 +117,38 @@ def install(notes: RunFindings) -> None:
     when_imported("transformers.integrations.integration_utils", _no_reporting)
     when_imported("evaluate", _metrics_in)
     when_imported("transformers.generation.stopping_criteria", _generate_to_the_end)
+
+
+def _skip(notes: RunFindings, what: str) -> Any:
+    """A function that only says that it would save."""
+
+    def skipped(*_: Any, **__: Any) -> None:
+        notes.add("script_part_skipped", what, f"{where()} saves ({what}), which a dry run skips.")
+
+    return skipped
+
+
+def push_nothing(module: Any, notes: RunFindings) -> None:
+    """Change no repository of the hub, which `module` (`huggingface_hub.hf_api`) asks: by methods, and by functions that it
+    has made of them."""
+    pushes = {**dict.fromkeys(PUSHES, _skip(notes, "push_to_hub")), "create_repo": _create_repo}
+    for name, function in pushes.items():
+        if hasattr(module.HfApi, name):
+            setattr(module.HfApi, name, function)
+            setattr(module, name, functools.partial(function, module.api))
+
+
+class _Repository(str):
+    """What the hub answers to who makes a repository there: its name."""
+
+    @property
+    def repo_id(self) -> str:
+        """The name without the hub's address."""
+        return str(self)
+
+
+def _create_repo(_: Any, repo_id: str, **__: Any) -> _Repository:
+    return _Repository(repo_id)
 
 
 def _generate_to_the_end(module: Any) -> None:

@@ -101,7 +101,7 @@ class Rows:
         """`rows` with the `column` that a function which maps them has not found; None if that is not what it lacks."""
         if not isinstance(column, str) or not _is_made_up(rows):
             return None
-        if TRANSLATION in rows.column_names and LANGUAGE.fullmatch(column) and column not in self._languages:
+        if TRANSLATION in list(rows.column_names) and LANGUAGE.fullmatch(column) and column not in self._languages:
             self._languages.append(column)
             return self._with(self._remove(rows, TRANSLATION), [TRANSLATION])
         return None if column in list(rows.column_names) else self._with(rows, [column])
@@ -119,7 +119,7 @@ class Rows:
                 asked.append(name)
                 return kind(module, name)
 
-        class Columns(list[str]):
+        class Columns(_Columns):
             def __contains__(self, name: object) -> bool:
                 if not isinstance(name, str) or super().__contains__(name):
                     return super().__contains__(name)
@@ -145,15 +145,18 @@ class Rows:
         shuffle = kind.shuffle
 
         def mapped(rows: Any, *arguments: Any, **keywords: Any) -> Any:
-            rows = self._with(rows, (*_names(keywords.get("remove_columns")), *self._asked))
+            removed = keywords.get("remove_columns")
+            rows = self._with(rows, (*_names(removed), *self._asked))
             for _ in range(MOST_COLUMNS):
+                if isinstance(removed, _Columns):  # all that there are, those just found too
+                    keywords["remove_columns"] = _Columns(rows.column_names)
                 try:
                     return apply(rows, *arguments, **keywords)
                 except KeyError as error:
                     found = self._with_absent(rows, error.args[0] if error.args else None)
                     if found is None:
                         raise
-                    rows = self._with(found, _names(keywords.get("remove_columns")))
+                    rows = self._with(found, _names(removed))
             return apply(rows, *arguments, **keywords)
 
         def asking(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,6 +203,10 @@ class Rows:
             return (_Row(row, self, number) if isinstance(row, dict) else row for number, row in each)
 
         kind.__getitem__, kind.__getitems__, kind.__iter__ = read_rows, read_batch, read_each
+
+
+class _Columns(list[str]):
+    """The names of all columns of made-up rows, as far as they are known."""
 
 
 class _Row(dict[str, Any]):

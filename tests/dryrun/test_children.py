@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from peakcast.collectors.dryrun.children import _is_tool, _start_one_rank
 from peakcast.collectors.dryrun.command import read_command
 from peakcast.core.errors import SpecError
 from peakcast.doors.dryrunning import dryrun
@@ -34,6 +36,7 @@ STARTS = {
     "python": "subprocess.check_call([sys.executable, '-u', TRAIN, '--width', '256'])",
     "shell": "subprocess.run(f'RATE=2 torchrun --nproc-per-node=4 {TRAIN} --width 256', shell=True, check=True)",
     "system": "os.system(f'accelerate launch --num_processes 4 {TRAIN} --width 256')",
+    "agent": "import torch.distributed.run as agent; agent.main(['--nproc-per-node', '4', TRAIN, '--width', '256'])",
     "becomes": "os.execvp('torchrun', ['torchrun', '--nproc-per-node', '4', TRAIN, '--width', '256'])",
     "process": "multiprocessing.get_context('spawn').Process(target=train).start()",
 }
@@ -56,6 +59,35 @@ def test_a_program_that_trains_is_followed(how, train, tmp_path):
     assert found.steps == 3
     assert found.answer.composition["parameters"] == pytest.approx(257 * 256 * 4, rel=0.01)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py", "wrapper.py"]
+
+
+@pytest.mark.parametrize(
+    ("path", "is_tool"),
+    [
+        ("lib/python3.11/site-packages/trl/scripts/sft.py", False),
+        ("lib/python3.11/site-packages/pip/__main__.py", True),
+        ("lib/python3.11/site-packages/torch/_inductor/compile_worker/__main__.py", True),
+        ("lib/python3.11/json/tool.py", True),
+    ],
+)
+def test_a_file_of_an_installed_package_may_train(path, is_tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    file = tmp_path / path
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert _is_tool(read_command(["python", str(file)])) == is_tool
+
+
+@pytest.mark.parametrize("program", [("-u", "train.py", "-u", "8"), ("-u", "-m", "train", "-u", "8")])
+def test_an_elastic_agent_starts_one_program_that_knows_of_all_ranks(program, monkeypatch):
+    started = []
+    monkeypatch.setattr("subprocess.run", lambda words, check: started.append(words))
+    module = SimpleNamespace(launch_agent=lambda config, entrypoint, args, health_check_server: args)
+    _start_one_rank(module)
+    config = SimpleNamespace(max_nodes=2, nproc_per_node=4)
+    assert module.launch_agent(config, print, [1], health_check_server=None) == [1]  # a function is no program
+    assert module.launch_agent(config, sys.executable, [*program], health_check_server=None) == {}
+    assert started == [["torchrun", "--nnodes=2", "--nproc-per-node=4", *program[1:]]]
 
 
 def test_a_shell_script_is_read_and_its_training_command_followed(train, tmp_path):

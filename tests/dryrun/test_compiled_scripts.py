@@ -74,6 +74,7 @@ def test_modes_that_time_kernels_or_record_graphs_compile_as_others_do():
 
     found = peakcast.dryrun(lambda: _in_group(train), "H100-80GB", world_size=8)
     assert found.timelines["steady"].composition(0)[Category.PARAMETERS] == 2 * 4 * (1024**2 + 1024)
+    assert sum("asks torch.compile for CUDA graphs" in one.sentence for one in found.answer.findings) == 1
 
 
 def _in_group(train):
