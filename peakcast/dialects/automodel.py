@@ -55,14 +55,8 @@ def from_automodel(pasted: Pasted) -> Translation:
     notes = Notes()
     settings = Settings(flat(pasted.values), notes, "NeMo AutoModel")
     _check_network(settings)
-    named = settings.text(
-        "model.pretrained_model_name_or_path", settings.text("model.config.pretrained_model_name_or_path")
-    )
-    for key in ("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path"):
-        settings.given(key)
-    model = pasted.model or named
-    if not model:
-        raise settings.missing("model.pretrained_model_name_or_path", "the model's hub id or its folder")
+    names = ("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path")
+    model = settings.model(pasted.model, *names, what="the model's hub id or its folder")
     num_gpus = _gpus(settings, pasted)
     training = _training(settings, num_gpus // _ranks_of_a_sample(settings))
     adapter = _adapter(settings, training)

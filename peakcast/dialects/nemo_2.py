@@ -70,7 +70,7 @@ OF_THE_STEP = re.compile(
 )
 """Fields of a network's configuration that say how it is trained."""
 OTHERS = re.compile(
-    r"(log|resume|tokenizer|trainer|data|optim|model)(\..*|$)|.*_target_|fn"  # what is read of them is read by name
+    r"(log|resume|tokenizer|trainer|data|optim|model)(\..*|$)|peft.*|.*_target_|fn"  # what is read of them is read by name
 )
 
 
@@ -242,8 +242,7 @@ def from_nemo_2(pasted: Pasted) -> Translation:
     method = settings.text("peft._target_", "LoRA").rpartition(".")[2]
     if adapts and method.lower() != "lora":
         notes.unsupported.append(f"peft={method} is not modelled; LoRA is, which is counted in its place.", "peft")
-    for key in settings.left():
-        (notes.ignored if OTHERS.fullmatch(key) or key.startswith("peft") else notes.unknown).append(key)
+    settings.note_left(OTHERS)
     nodes, each = settings.size("trainer.num_nodes", 1), settings.size("trainer.devices", 1)
     sizes = [int(flags.get(f"{kind}_parallel_size") or 1) for kind in ("tensor_model", "context", "pipeline_model")]
     num_gpus = pasted.num_gpus or max(nodes * each, math.prod(sizes))

@@ -57,10 +57,7 @@ def from_open_instruct(pasted: Pasted) -> Translation:
     adapters = settings.switch("use_lora")
     if quantised and not adapters:
         raise settings.refuse("use_qlora", "has adapters only with use_lora: true; add it")
-    model = pasted.model or settings.text("model_name_or_path")
-    if not model:
-        raise settings.missing("model_name_or_path", "the model's hub id, its folder, or its config.json")
-    settings.given("model_name_or_path")
+    model = settings.model(pasted.model, "model_name_or_path")
     peft = _adapters(settings) if adapters else None
     training = _training(settings, quantised=quantised, adapters=adapters)
     launcher = launcher_beside(pasted, notes)

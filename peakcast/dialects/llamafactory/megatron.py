@@ -12,7 +12,7 @@ from typing import Any
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import resolve_architecture
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported
+from peakcast.dialects.common.translation import Notes, Settings, Translation, note_numbers, note_unsupported
 from peakcast.dialects.llamafactory.job import IGNORED
 from peakcast.dialects.megatron.adapters import AdapterKeys, with_adapters
 from peakcast.jobs.architecture import Architecture
@@ -68,9 +68,7 @@ def from_llamafactory_megatron(pasted: Pasted) -> Translation:
     texts = {name: settings.text(name, default) for name, default in TEXTS.items()}
     numbers = {name: settings.number(name, default) for name, default in NUMBERS.items()}
     note_unsupported(settings, UNSUPPORTED)
-    for key, what in COUNTED.items():
-        if settings.number(key, 0):
-            notes.unsupported.append(f"{what} ({key}) is not modelled.", key)
+    note_numbers(settings, COUNTED)
     job = TrainingJob(
         architecture=architecture,
         framework="megatron",
@@ -102,8 +100,7 @@ def from_llamafactory_megatron(pasted: Pasted) -> Translation:
     notes.assumptions.append(
         "mcore_adapter's defaults hold (fusions only where asked for), and Megatron-LM's where it has none."
     )
-    for key in settings.left():
-        (notes.ignored if key in IGNORED else notes.unknown).append(key)
+    settings.note_left(IGNORED)
     return notes.finish(job)
 
 

@@ -16,7 +16,14 @@ from peakcast.dialects.common.frozen_parts import frozen_parts, with_frozen_part
 from peakcast.dialects.common.generation import generation_of
 from peakcast.dialects.common.mesh import with_shared_sequences
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, refuse_teacher
+from peakcast.dialects.common.translation import (
+    Notes,
+    Settings,
+    Translation,
+    note_numbers,
+    note_unsupported,
+    refuse_teacher,
+)
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_beside
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
@@ -90,10 +97,7 @@ def from_swift(pasted: Pasted) -> Translation:
     """The job of an ms-swift command or file. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(_values(pasted), notes, "ms-swift")
-    model = pasted.model or settings.text("model")
-    if not model:
-        raise settings.missing("model", "the model's id, its folder, or its config.json")
-    settings.given("model")
+    model = settings.model(pasted.model, "model", what="the model's id, its folder, or its config.json")
     refuse_teacher(settings, "teacher_model", "teacher_model_server")
     method = _method(settings, pasted.program)
     launcher = launcher_beside(pasted, notes)  # `accelerate launch swift/cli/sft.py`
@@ -105,9 +109,7 @@ def from_swift(pasted: Pasted) -> Translation:
         generation = generation_of(Settings(_generation(settings), notes, "ms-swift"), "per_device_train_batch_size")
         training["max_length"] = generation.sequence_length
     note_unsupported(settings, UNSUPPORTED)
-    for key, what in COUNTED.items():
-        if settings.number(key, 0):
-            notes.unsupported.append(f"{what} ({key}) is not modelled.", key, "more")
+    note_numbers(settings, COUNTED, "more")
     _task(settings, training)
     _say_logits(settings, method)
     if pasted.env.get("CELOSS_PARALLEL_SIZE"):

@@ -68,9 +68,7 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
     given = values.get("ENV")
     environment: dict[str, Any] = given if isinstance(given, dict) else {}
     settings = Settings(values, notes, "ms-swift")
-    named = pasted.model or settings.text("model")
-    if not named:
-        raise settings.missing("model", "the model's id, its folder, or its config.json")
+    named = settings.model(pasted.model, "model", what="the model's id, its folder, or its config.json")
     if "rlhf_type" in values or pasted.program.endswith("rlhf"):
         raise SpecError(
             f"megatron rlhf (rlhf_type={settings.text('rlhf_type', 'dpo')}) is not modelled; megatron sft and pt are. The "
