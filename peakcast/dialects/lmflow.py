@@ -11,7 +11,15 @@ import re
 from typing import Any
 
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, renamed, speller
+from peakcast.dialects.common.translation import (
+    Notes,
+    Settings,
+    Translation,
+    note_unsupported,
+    note_widened_ends,
+    renamed,
+    speller,
+)
 from peakcast.dialects.huggingface.accelerate import launcher_with_engine
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.keys import IGNORED_TRAINING
@@ -138,10 +146,5 @@ def _training(settings: Settings, *, quantised: bool, packs: bool) -> dict[str, 
         training["quantization_config"] = {"load_in_8bit": True} if bits == 8 else four
         training |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
         settings.notes.assumptions.append("LMFlow prepares quantised weights by peft, which checkpoints every layer.")
-        settings.notes.unsupported.append(
-            "peft's prepare_model_for_kbit_training widens the embedding and the head to float32, which is not modelled: 2 "
-            "bytes more for each of their parameters.",
-            "use_qlora",
-            "more",
-        )
+        note_widened_ends(settings.notes)
     return training

@@ -324,6 +324,16 @@ def note_numbers(settings: Settings, names: Mapping[str, str], direction: Direct
             settings.notes.unsupported.append(f"{what} ({key}) is not modelled.", key, direction)
 
 
+def note_widened_ends(notes: Notes) -> None:
+    """Note what peft does to quantised weights before training, which is not modelled."""
+    notes.unsupported.append(
+        "peft's prepare_model_for_kbit_training widens the embedding and the head to float32, which is not modelled: 2 "
+        "bytes more for each of their parameters.",
+        "use_qlora",
+        "more",
+    )
+
+
 def key_is_in(names: re.Pattern[str] | Container[str], key: str) -> bool:
     """Whether `names` is a pattern that matches all of `key`, or contains it."""
     return names.fullmatch(key) is not None if isinstance(names, re.Pattern) else key in names
