@@ -6,10 +6,9 @@ import threading
 
 import pytest
 
-sync = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
-    pytest.mark.needs("gradio"),
+    pytest.mark.needs("gradio", "playwright"),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)"),
     pytest.mark.filterwarnings("ignore"),  # Gradio's and uvicorn's own
 ]
@@ -39,7 +38,9 @@ def address(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    with sync.sync_playwright() as playwright:
+    from playwright.sync_api import sync_playwright  # takes half a second, which no other tests should wait for
+
+    with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield chromium
         chromium.close()
