@@ -195,26 +195,11 @@ def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, An
     training: dict[str, Any] = {
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": steps,
-        "max_length": settings.integer("max_length"),
+        "max_length": _length(settings),
         "packing": settings.switch("packing"),
         "padding_free": settings.switch("padding_free"),
+        **_precision(settings),
     }
-    if training["max_length"] is None:
-        training["max_length"] = 2048
-        if settings.raw("max_completion_length") is None:
-            notes.warnings.append(
-                "max_length is not given, which ms-swift takes to be the longest that the model can; 2048 tokens are "
-                "assumed. Give that of the longest sample: --sequence-length.",
-                "sequence_length",
-                "more",
-            )
-    dtype = settings.text("torch_dtype", settings.text("dtype"))
-    training |= {"torch_dtype": dtype} if dtype else {"loads_stored_dtype": True}  # model/utils get_default_torch_dtype
-    given = [settings.raw(key) is not None for key in ("bf16", "fp16")]
-    if any(given):
-        training |= {key: settings.switch(key) for key in ("bf16", "fp16") if settings.raw(key) is not None}
-    else:  # base_args.py `_init_mixed_precision`
-        training["fp16" if dtype in ("float16", "float32") else "bf16"] = True
     attention = settings.text("attn_impl")
     if attention:
         training["attn_implementation"] = "flash_attention_2" if attention == "flash_attn" else attention
@@ -229,6 +214,28 @@ def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, An
         training["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # the default under DDP
     _fsdp(settings, training, pasted)
     return training
+
+
+def _length(settings: Settings) -> int:
+    """Tokens of the longest sample; 2048 if nothing says how long it is, with a warning."""
+    length = settings.integer("max_length")
+    if length is None and settings.raw("max_completion_length") is None:
+        settings.notes.warnings.append(
+            "max_length is not given, which ms-swift takes to be the longest that the model can; 2048 tokens are "
+            "assumed. Give that of the longest sample: --sequence-length.",
+            "sequence_length",
+            "more",
+        )
+    return 2048 if length is None else length
+
+
+def _precision(settings: Settings) -> dict[str, Any]:
+    """The dtype in which weights are loaded, and that of the products."""
+    dtype = settings.text("torch_dtype", settings.text("dtype"))
+    training: dict[str, Any] = {"torch_dtype": dtype} if dtype else {"loads_stored_dtype": True}  # get_default_torch_dtype
+    given = {key: settings.switch(key) for key in ("bf16", "fp16") if settings.raw(key) is not None}
+    # without either: base_args.py `_init_mixed_precision`
+    return training | (given or {"fp16" if dtype in ("float16", "float32") else "bf16": True})
 
 
 def engine_of(name: Any, pasted: Pasted) -> Mapping[str, Any]:
