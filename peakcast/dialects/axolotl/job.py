@@ -36,9 +36,6 @@ def from_axolotl(pasted: Pasted) -> Translation:
     notes = Notes()
     settings = Settings(pasted.values, notes, "axolotl")
     training = renamed(settings, keys.TRAINING)
-    if (where := str(training.get("activation_offloading")).lower()) in keys.OFFLOADED:
-        training["activation_offloading"] = True
-        notes.assumptions.append(f"activation_offloading={where!r} is treated as true: activations move to host memory.")
     _batch(settings, training)
     method = settings.text("rl", "reward" if settings.switch("reward_model") else "sft").lower()
     generation = _generation(settings) if method == "grpo" else None
@@ -182,7 +179,13 @@ def _precision(settings: Settings, training: dict[str, Any]) -> None:
 
 
 def _memory(settings: Settings, training: dict[str, Any]) -> None:
-    """Attention, checkpointing, the loss, and the optimizer."""
+    """Attention, checkpointing, offloading, the loss, and the optimizer."""
+    if (where := str(training.get("activation_offloading")).lower()) in keys.OFFLOADED:
+        training["activation_offloading"] = True
+        settings.notes.assumptions.append(
+            f"activation_offloading={where!r} is treated as true: activations move to host memory."
+        )
+    _optimizer_and_loss(settings, training)
     used = [name for key, name in keys.ATTENTION.items() if settings.switch(key)]
     named = settings.text("attn_implementation", settings.text("attention", used[0] if used else ""))
     if named:
@@ -202,6 +205,9 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     if settings.text("torch_compile").lower() == "auto":
         training["torch_compile"] = False
         settings.notes.assumptions.append("torch_compile=auto is treated as off.")
+
+
+def _optimizer_and_loss(settings: Settings, training: dict[str, Any]) -> None:
     optimizer = settings.text("optimizer", "adamw_torch_fused")
     if not settings.given("optimizer"):
         settings.notes.assumptions.append(f"optimizer is not given; the default of axolotl is {optimizer}.")

@@ -148,10 +148,6 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     for key, optimizer in OWN_OPTIMIZERS.items():
         if settings.switch(key):
             translation = translation.changed(partial(TrainingJob.replace, optimizer=optimizer))
-    if stage == "rm":  # train/rm/trainer.py: adds a value head; keeps every layer's hidden states
-        raise settings.refuse(
-            "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
-        )
     who = f"LLaMA-Factory (train/{stage}/trainer.py)"
     job = with_shared_sequences(notes.include(translation), settings, "sequence_parallel_size", "cp_size")
     return notes.finish(with_method(job, stage, "stage", notes, whole_logits=who, log_softmax=True))
@@ -204,9 +200,11 @@ def _stage(settings: Settings) -> str:
     """What kind of training it is. ORPO and SimPO are losses of the stage dpo."""
     stage = settings.text("stage", "sft")
     preference = settings.one_of("pref_loss", "sigmoid", PREFERENCES)
-    if stage == "dpo" and preference in ("orpo", "simpo"):
-        stage = preference
-    return stage
+    if stage == "rm":  # train/rm/trainer.py: adds a value head; keeps every layer's hidden states
+        raise settings.refuse(
+            "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
+        )
+    return preference if stage == "dpo" and preference in ("orpo", "simpo") else stage
 
 
 def _sharded(deepspeed: Any) -> bool:
