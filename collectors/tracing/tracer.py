@@ -152,7 +152,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         return True
 
     def launched(self, label: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that a kernel without an operator ran on `tensors`. Buffers that were allocated for it get its name."""
+        """Record that a kernel that is no operator of torch ran on `tensors`. Buffers allocated for it get its name."""
         self._phases.append(int(self.phase))
         self._labels.append(label)
         self._blocks_in_use.launch(self.now)
