@@ -156,9 +156,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self._phases.append(int(self.phase))
         self._labels.append(label)
         self._blocks_in_use.launch(self.now)
-        self._christen(tensors, label)
+        self._name_buffers(tensors, label)
 
-    def _christen(self, tensors: Iterable[torch.Tensor], label: str) -> None:
+    def _name_buffers(self, tensors: Iterable[torch.Tensor], label: str) -> None:
         for tensor in tensors:
             entry = self._entries.get(self._alive.get(tensor.untyped_storage()._cdata, -1))
             if entry is not None and entry[0] == BUFFER:
@@ -239,7 +239,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         for leaf in reversed(leaves) if label(func) in LAST_RESULT_FIRST else leaves:
             self._see(leaf, instant)
         if func._overloadname == "out" and isinstance(result, torch.Tensor):
-            self._christen([result], self._labels[instant])
+            self._name_buffers([result], self._labels[instant])
         if func in MAKES_ZEROS:
             self._zeros = instant, result.untyped_storage()._cdata
         if self.gpu is not None:
