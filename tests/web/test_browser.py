@@ -3,6 +3,7 @@
 import gc
 import shutil
 import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -54,11 +55,11 @@ def visitor(browser):
     context.close()
 
 
-@pytest.fixture
-def page(request, visitor, address):
+@contextmanager
+def opened(visitor, address, size):
     """A page that has answered its first question; that it asked nobody else is checked at the end."""
     page = visitor.new_page()
-    page.set_viewport_size(SIZES[getattr(request, "param", "desktop")])
+    page.set_viewport_size(SIZES[size])
     outside, faults = [], []
     page.on("request", lambda r: r.url.startswith((address, "data:", "blob:")) or outside.append(r.url))
     page.on("pageerror", lambda error: faults.append(str(error)))
@@ -69,45 +70,63 @@ def page(request, visitor, address):
     page.close()
 
 
+@pytest.fixture
+def phone(visitor, address):
+    """A page of a phone's width, for tests of what lies where; they make it wider at the end. What a page says does not
+    depend on its width."""
+    with opened(visitor, address, "phone") as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def page(visitor, address):
+    """A page that tests use one after the other, each with other questions: to load one takes seconds."""
+    with opened(visitor, address, "desktop") as page:
+        yield page
+
+
 def answered(page, words):
     page.wait_for_function("words => document.querySelector('#answer')?.innerText.includes(words)", arg=words)
 
 
-AT_BOTH_WIDTHS = pytest.mark.parametrize("page", SIZES, indirect=True)
-"""For tests of what lies where; what the page says does not depend on its width."""
+def nothing_sticks_out(page):
+    """Whether the page, as it is now, is no wider than the window on a phone and on a desktop."""
+    wider = []
+    for size in SIZES.values():
+        page.set_viewport_size(size)
+        wider.append(page.evaluate("document.documentElement.scrollWidth > window.innerWidth"))
+    return not any(wider)
 
 
-@AT_BOTH_WIDTHS
-def test_layouts_are_searched_and_those_of_another_question_go(page):
-    page.fill("#text textarea", "gpt2")
-    page.click("#predict")
-    answered(page, "gpt2 on ")
-    page.click("#layouts button")
-    page.fill("#spread input", "2")
-    page.click("#search")
-    page.wait_for_selector("#plans table")
-    assert "2 × H100-80GB" in page.inner_text("#plans")
-    assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
-    page.fill("#micro_batch_size input", "2")
-    page.wait_for_function("!document.querySelector('#plans table')")
+def test_layouts_are_searched_and_those_of_another_question_go(phone):
+    phone.fill("#text textarea", "gpt2")
+    phone.click("#predict")
+    answered(phone, "gpt2 on ")
+    phone.click("#layouts button")
+    phone.fill("#spread input", "2")
+    phone.click("#search")
+    phone.wait_for_selector("#plans table")
+    assert "2 × H100-80GB" in phone.inner_text("#plans")
+    assert nothing_sticks_out(phone)
+    phone.fill("#micro_batch_size input", "2")
+    phone.wait_for_function("!document.querySelector('#plans table')")
 
 
-@AT_BOTH_WIDTHS
-def test_a_configuration_is_answered_and_a_knob_moves_the_number(page):
-    page.fill("#text textarea", '{"architecture": "gpt2", "sequence_length": 1024, "micro_batch_size": 8}')
-    assert page.input_value("#checkpointing input") == "as given"  # no knob of the first question holds for this one
-    page.click("#predict")
-    answered(page, "gpt2 on ")
-    page.wait_for_function("document.querySelector('#answer').getBoundingClientRect().top < innerHeight")  # in sight
-    before = page.inner_text("#answer table.bars tbody tr:first-child td")
-    assert page.locator("#timeline svg").count() == 1
-    page.fill("#micro_batch_size input", "16")
-    page.wait_for_function(
+def test_a_configuration_is_answered_and_a_knob_moves_the_number(phone):
+    phone.fill("#text textarea", '{"architecture": "gpt2", "sequence_length": 1024, "micro_batch_size": 8}')
+    assert phone.input_value("#checkpointing input") == "as given"  # no knob of the first question holds for this one
+    phone.click("#predict")
+    answered(phone, "gpt2 on ")
+    phone.wait_for_function("document.querySelector('#answer').getBoundingClientRect().top < innerHeight")  # in sight
+    before = phone.inner_text("#answer table.bars tbody tr:first-child td")
+    assert phone.locator("#timeline svg").count() == 1
+    phone.fill("#micro_batch_size input", "16")
+    phone.wait_for_function(
         "before => document.querySelector('#answer table.bars tbody tr:first-child td').innerText != before", arg=before
     )
-    after = page.inner_text("#answer table.bars tbody tr:first-child td")
+    after = phone.inner_text("#answer table.bars tbody tr:first-child td")
     assert float(after.split()[0]) > float(before.split()[0])
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")  # nothing sticks out
+    assert nothing_sticks_out(phone)
 
 
 def test_the_link_reproduces_the_question(page, browser):
@@ -123,7 +142,7 @@ def test_the_link_reproduces_the_question(page, browser):
     again.close()
 
 
-def test_it_works_with_the_keyboard_alone(page):
+def test_it_works_with_the_keyboard_alone_and_the_verdict_is_announced_to_screen_readers(page):
     page.focus("#text textarea")
     page.keyboard.press("Control+A")
     page.keyboard.type("opt-125m")
@@ -131,6 +150,9 @@ def test_it_works_with_the_keyboard_alone(page):
     assert page.evaluate("document.activeElement.id") == "predict"
     page.keyboard.press("Enter")
     answered(page, "opt-125m on ")
+    page.wait_for_function("document.querySelector('#said').textContent.includes('opt-125m on ')")
+    assert page.get_attribute("#said", "role") == "status"
+    assert page.inner_text("#answer h2") in page.text_content("#said")
 
 
 def test_every_control_has_a_label_and_a_visible_focus(page):
@@ -147,15 +169,6 @@ def test_every_control_has_a_label_and_a_visible_focus(page):
         seen.add(page.evaluate("(e => e.tagName + ',' + getComputedStyle(e).outlineStyle)(document.activeElement)"))
     assert {style for style in seen if not style.startswith("BODY")} >= {"BUTTON,solid", "INPUT,solid"}
     assert not any(style.endswith("none") for style in seen if not style.startswith("BODY"))
-
-
-def test_the_verdict_is_announced_to_screen_readers(page):
-    page.fill("#text textarea", "gpt2")
-    page.click("#predict")
-    answered(page, "gpt2 on ")
-    page.wait_for_function("document.querySelector('#said').textContent.includes('gpt2 on ')")
-    assert page.get_attribute("#said", "role") == "status"
-    assert page.inner_text("#answer h2") in page.text_content("#said")
 
 
 def test_malformed_or_huge_input_gets_a_message(page):
