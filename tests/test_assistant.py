@@ -15,7 +15,7 @@ import pytest
 
 from peakcast import api
 
-pytest.importorskip("mcp")
+pytestmark = pytest.mark.needs("mcp")
 SERVER = [sys.executable, "-P", "-m", "peakcast", "mcp"]
 JOB = {"architecture": "llama-3.2-1b", "sequence_length": 1024, "activation_checkpointing": {"mode": "full"}}
 

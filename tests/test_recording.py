@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shelf
 from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.regime import regime
+from peakcast.timelines.traced import Traced
 from peakcast.web.asking import PageState, answered
 
 AROUND_UNITS = {
@@ -135,7 +138,11 @@ def test_a_network_that_cannot_be_recorded_says_what_stands_in_the_way(tmp_path:
         api.record("gpt2", python=str(tmp_path / "python"))
 
 
-def test_a_network_that_cannot_be_recorded_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_that_cannot_be_recorded_is_traced(monkeypatch: pytest.MonkeyPatch, traced: Callable[..., Any]) -> None:
+    def forked(job: TrainingJob, *, rank: int, gpu: str | None, timeout_seconds: float) -> Traced:
+        return Traced(**traced(job, rank))  # in a copy of a process that has imported the libraries
+
+    monkeypatch.setattr("peakcast.collectors.tracing.trace.trace_job", forked)
     monkeypatch.delenv(recording.VARIABLE)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 128}
     network = {"model_type": "apertus", **sizes, "num_key_value_heads": 2, "num_hidden_layers": 2}

@@ -309,12 +309,12 @@ def test_three_trackers_start_together_on_a_store_that_is_not_there(tmp_path):
 
 def test_a_run_whose_process_was_killed_is_ended_by_the_next(tmp_path, empty_store):
     shutil.copytree(empty_store, tmp_path / "store")
-    killed, waits = (started(tmp_path / "store", "wait") for _ in range(2))
-    runs = [process.stdout.readline().strip() for process in (killed, waits)]
+    killed = started(tmp_path / "store", "wait")
+    lost = killed.stdout.readline().strip()
     killed.kill()
     killed.communicate()
     tracker = Tracker(tmp_path / "store")
-    tracker._end_abandoned()
-    assert [tracker._client.get_run(run).info.status for run in runs] == ["KILLED", "RUNNING"]
-    waits.communicate(timeout=60)
-    assert tracker._client.get_run(runs[1]).info.status == "FINISHED"
+    with Tracker(tmp_path / "store")._running("goes on") as lives:
+        tracker._end_abandoned()
+        assert [tracker._client.get_run(run).info.status for run in (lost, lives)] == ["KILLED", "RUNNING"]
+    assert tracker._client.get_run(lives).info.status == "FINISHED"

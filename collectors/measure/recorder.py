@@ -239,6 +239,29 @@ class Recorder:
         ran = itertools.islice(lengths_of_steps(self.job, self.rank), len(self.steps))
         return {"lengths": [[[part.sequence_length, part.num_tokens] for part in step] for step in ran]}
 
+    def _phase_peaks(self) -> dict[str, int]:
+        """The most that was allocated in each phase once memory had settled."""
+        peaks: dict[str, int] = {}
+        for part, peak in itertools.chain.from_iterable(step.items() for step in self._settled()):
+            phase = "forward" if part in GENERATION else part
+            peaks[phase] = max(peak["allocated"], peaks.get(phase, 0))
+        return peaks
+
+    def _complete_readings(self, num_ooms: int) -> None:
+        """Add what NVML, the allocator and the host say at the end of the run."""
+        if self.idle is not None:
+            self.readings |= {"nvml_idle_bytes": self.idle, "nvml_peak_bytes": self.nvml_peak}
+            self.readings["nvml_end_bytes"] = self.nvml_end
+        self.readings |= self.growth.readings() if self.growth is not None else {}
+        self.readings |= {"num_ooms": num_ooms, "steps": self.steps, "built": self.built, **self._lengths()}
+        self.readings |= {
+            "host_resident_bytes": probes.host_peak_bytes(),
+            "host_pinned_bytes": probes.pinned_peak_bytes(),
+            "host_pageable_before_bytes": self.pageable_before,
+            "host_pageable_bytes": self.pageable_peak,
+            "host_managed_bytes": self.managed,
+        }
+
     def row(self) -> Measurement:
         """The readings as a row."""
         counts = probes.allocator_counts()
@@ -247,23 +270,8 @@ class Recorder:
         peaks = [self.built, *(phase for step in self.steps for phase in step.values())]
         peaks = [peak for peak in peaks if peak]
         first = [phase["allocated"] for phase in self.steps[0].values()] if self.steps else []
-        last: dict[str, int] = {}
-        for part, peak in itertools.chain.from_iterable(step.items() for step in self._settled()):
-            phase = "forward" if part in GENERATION else part
-            last[phase] = max(peak["allocated"], last.get(phase, 0))
-        if self.idle is not None:
-            self.readings |= {"nvml_idle_bytes": self.idle, "nvml_peak_bytes": self.nvml_peak}
-            self.readings["nvml_end_bytes"] = self.nvml_end
         used = None if self.nvml_peak is None or self.idle is None else self.nvml_peak - self.idle
-        self.readings |= self.growth.readings() if self.growth is not None else {}
-        self.readings |= {"num_ooms": counts["num_ooms"], "steps": self.steps, "built": self.built, **self._lengths()}
-        self.readings |= {
-            "host_resident_bytes": probes.host_peak_bytes(),
-            "host_pinned_bytes": probes.pinned_peak_bytes(),
-            "host_pageable_before_bytes": self.pageable_before,
-            "host_pageable_bytes": self.pageable_peak,
-            "host_managed_bytes": self.managed,
-        }
+        self._complete_readings(counts["num_ooms"])
         return Measurement(
             job=with_versions(self.job),
             gpu=self.gpu,
@@ -283,7 +291,7 @@ class Recorder:
             steady_allocated_bytes=self.steady_allocated if self.outcome == "ok" else None,
             context_bytes=self.context,
             num_alloc_retries=counts["num_alloc_retries"],
-            phase_peaks=last,
+            phase_peaks=self._phase_peaks(),
             environment={**self.environment, "readings": self.readings},
             out_of_scope=PART_OF_A_GPU if self.is_mig else "",
             spoiled=tuple(self.spoiled),

@@ -56,15 +56,19 @@ def read_fms_history(path: Path) -> list[Measurement]:
     return read_jsonl(path, _measurement)
 
 
+def _assumed_versions(commit: str) -> tuple[Mapping[str, str], list[str]]:
+    """(the releases of a table that records none; what is assumed by them, as sentences)."""
+    versions = UNRECORDED_VERSIONS[commit]
+    facts = ["The releases are not recorded; those of the next table that has them are assumed."]
+    if versions is _JUNE_2024:
+        facts.append("accelerate is assumed to be 0.30.1, as the allocated peaks fit adapters that are not widened.")
+    return versions, facts
+
+
 def _measurement(record: Mapping[str, Any]) -> Measurement:
     arguments, measured = record["arguments"], record["measured"]
     recorded = {name.replace("-", "_"): version for name, version in record["versions"].items() if name != "triton"}
-    versions, facts = recorded, list[str]()
-    if not recorded:
-        versions = UNRECORDED_VERSIONS[record["commit"]]
-        facts.append("The releases are not recorded; those of the next table that has them are assumed.")
-        if versions is _JUNE_2024:
-            facts.append("accelerate is assumed to be 0.30.1, as the allocated peaks fit adapters that are not widened.")
+    versions, facts = (recorded, list[str]()) if recorded else _assumed_versions(record["commit"])
     if "peak_allocated_bytes" not in measured:
         facts.append(DEVICE_ALONE)
     case = case_of(

@@ -6,7 +6,7 @@ Source: `megatron_ci.jsonl` (each row names the commit it is from); the facts ab
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,28 +105,15 @@ def read_megatron_ci(path: Path) -> list[Measurement]:
 
 def _measurement(record: Mapping[str, Any]) -> Measurement:
     translation, facts = _translate(record)
-    family, gpu = record["family"], record["gpu"]
-    job = translation.job
-    fewest = _fewest_gpus(record["arguments"])
+    family, job = record["family"], translation.job
     reasons = list(translation.unsupported)
     if family in FAMILY_REASONS and not any(FAMILY_REASONS[family].split("(")[0] in reason for reason in reasons):
         reasons.append(FAMILY_REASONS[family])
-    spoiled = []
-    if record["second_run"]:
-        spoiled.append("a run resumed from a checkpoint: loading it may have set the peak")
-    num_gpus = _num_gpus(record)
-    if num_gpus is None:
-        spoiled.append("the number of GPUs is not recorded")
-    elif num_gpus % fewest:
-        spoiled.append(f"num_gpus={num_gpus} of its recipe cannot hold the layout, which needs {fewest}")
-    contradiction = CONTRADICTIONS.get((record["case"], gpu, record["environment"]))
-    if contradiction:
-        spoiled.append(contradiction)
     run = "second_run" if record["second_run"] else "first_run"
     peak = "peak_allocated_bytes_steps_to_10" if _is_release(record) else "peak_allocated_bytes"
     return Measurement(
         job=job,
-        gpu=gpu,
+        gpu=record["gpu"],
         provenance="published",
         source=record["source"],
         source_version=record["commit"],
@@ -143,13 +130,26 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
             "env_vars": record["env_vars"] or {},
             "family": family,
             "logged_steps": record["steps"],
-            "recorded_num_gpus": num_gpus,
+            "recorded_num_gpus": _num_gpus(record),
         },
         assumptions=(*COMMON_ASSUMPTIONS, *facts, *translation.assumptions, *translation.warnings),
         out_of_scope=" ".join(reasons),
-        spoiled=tuple(spoiled),
+        spoiled=tuple(_spoiled(record)),
         observed=record["value_since"],
     )
+
+
+def _spoiled(record: Mapping[str, Any]) -> Iterator[str]:
+    """Why the numbers of `record` do not count."""
+    if record["second_run"]:
+        yield "a run resumed from a checkpoint: loading it may have set the peak"
+    num_gpus, fewest = _num_gpus(record), _fewest_gpus(record["arguments"])
+    if num_gpus is None:
+        yield "the number of GPUs is not recorded"
+    elif num_gpus % fewest:
+        yield f"num_gpus={num_gpus} of its recipe cannot hold the layout, which needs {fewest}"
+    if contradiction := CONTRADICTIONS.get((record["case"], record["gpu"], record["environment"])):
+        yield contradiction
 
 
 def _is_release(record: Mapping[str, Any]) -> bool:

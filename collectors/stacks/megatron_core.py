@@ -190,24 +190,9 @@ def build(job: TrainingJob, device: str) -> MegatronTraining:
     start_parallel_groups(job)
     config = transformer_config(job)
     convention, dtype = conventions(job), DTYPES[job.precision.parameters]
-    sharded = job.parallelism.zero_stage > 0
     virtual = job.parallelism.virtual_pipeline_stages
     networks = [_network(job, config, i if virtual > 1 else None, device) for i in range(virtual)]
-    overlap = bool(convention["overlap_grad_reduce"])
-    gathers = bool(convention.get("fp8_param_gather"))
-    reuses_gradients = gathers and convention.get("fp8_recipe") == "mxfp8"  # the one way that the ledger has
-    buckets = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=job.precision.gradients == "float32",
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=bool(convention["overlap_param_gather"]),
-        use_distributed_optimizer=sharded,
-        num_distributed_optimizer_instances=int(convention["num_distributed_optimizer_instances"]),
-        bucket_size=int(convention["ddp_bucket_size"]) or None,
-        pad_buckets_for_high_nccl_busbw=bool(convention["ddp_pad_buckets_for_high_nccl_busbw"]),
-        average_in_collective=bool(convention["ddp_average_in_collective"]),
-        fp8_param_gather=gathers,
-        reuse_grad_buf_for_mxfp8_param_ag=reuses_gradients,
-    )
+    buckets = _buckets(job)
     half = dtype is not torch.float32
     chunks = [
         DistributedDataParallel(
@@ -215,28 +200,52 @@ def build(job: TrainingJob, device: str) -> MegatronTraining:
         )
         for index, network in enumerate(networks)
     ]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=1e-4,
-            bf16=dtype is torch.bfloat16,
-            fp16=dtype is torch.float16,
-            params_dtype=dtype,
-            clip_grad=MAX_GRAD_NORM,
-            use_distributed_optimizer=sharded,
-            overlap_param_gather=bool(convention["overlap_param_gather"]),
-            fp8_recipe=convention.get("fp8_recipe") if gathers else None,
-            reuse_grad_buf_for_mxfp8_param_ag=reuses_gradients,
-        ),
-        chunks,
-        use_gloo_process_groups=False,
-    )
+    optimizer = get_megatron_optimizer(_optimizer_config(job), chunks, use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    if overlap:
+    if convention["overlap_grad_reduce"]:
         syncs = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
     return MegatronTraining(job, chunks, optimizer, device)
+
+
+def _buckets(job: TrainingJob) -> DistributedDataParallelConfig:
+    """How gradients are gathered in buckets and reduced."""
+    convention = conventions(job)
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=job.precision.gradients == "float32",
+        overlap_grad_reduce=bool(convention["overlap_grad_reduce"]),
+        overlap_param_gather=bool(convention["overlap_param_gather"]),
+        use_distributed_optimizer=job.parallelism.zero_stage > 0,
+        num_distributed_optimizer_instances=int(convention["num_distributed_optimizer_instances"]),
+        bucket_size=int(convention["ddp_bucket_size"]) or None,
+        pad_buckets_for_high_nccl_busbw=bool(convention["ddp_pad_buckets_for_high_nccl_busbw"]),
+        average_in_collective=bool(convention["ddp_average_in_collective"]),
+        fp8_param_gather=bool(convention.get("fp8_param_gather")),
+        reuse_grad_buf_for_mxfp8_param_ag=_reuses_gradients(job),
+    )
+
+
+def _optimizer_config(job: TrainingJob) -> OptimizerConfig:
+    convention, dtype = conventions(job), DTYPES[job.precision.parameters]
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=1e-4,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        params_dtype=dtype,
+        clip_grad=MAX_GRAD_NORM,
+        use_distributed_optimizer=job.parallelism.zero_stage > 0,
+        overlap_param_gather=bool(convention["overlap_param_gather"]),
+        fp8_recipe=convention.get("fp8_recipe") if convention.get("fp8_param_gather") else None,
+        reuse_grad_buf_for_mxfp8_param_ag=_reuses_gradients(job),
+    )
+
+
+def _reuses_gradients(job: TrainingJob) -> bool:
+    """Whether MXFP8 parameters are gathered in the gradients' buffer, the one way that the ledger has."""
+    convention = conventions(job)
+    return bool(convention.get("fp8_param_gather")) and convention.get("fp8_recipe") == "mxfp8"
 
 
 def start_parallel_groups(job: TrainingJob) -> None:

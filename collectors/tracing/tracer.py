@@ -152,13 +152,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         return True
 
     def launched(self, label: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that a kernel without an operator ran on `tensors`. Buffers that were allocated for it get its name."""
+        """Record that a kernel that is no operator of torch ran on `tensors`. Buffers allocated for it get its name."""
         self._phases.append(int(self.phase))
         self._labels.append(label)
         self._blocks_in_use.launch(self.now)
-        self._christen(tensors, label)
+        self._name_buffers(tensors, label)
 
-    def _christen(self, tensors: Iterable[torch.Tensor], label: str) -> None:
+    def _name_buffers(self, tensors: Iterable[torch.Tensor], label: str) -> None:
         for tensor in tensors:
             entry = self._entries.get(self._alive.get(tensor.untyped_storage()._cdata, -1))
             if entry is not None and entry[0] == BUFFER:
@@ -239,7 +239,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         for leaf in reversed(leaves) if label(func) in LAST_RESULT_FIRST else leaves:
             self._see(leaf, instant)
         if func._overloadname == "out" and isinstance(result, torch.Tensor):
-            self._christen([result], self._labels[instant])
+            self._name_buffers([result], self._labels[instant])
         if func in MAKES_ZEROS:
             self._zeros = instant, result.untyped_storage()._cdata
         if self.gpu is not None:

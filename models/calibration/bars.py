@@ -47,11 +47,11 @@ def bar_of(
     """
     open_questions = tuple(findings)
     if guessed(open_questions):
-        # a judgement: how the network differs from the one that is counted in its place is not known
+        # a judgement: nothing says how the network differs from the one that is counted instead
         return LogBar(WIDEST, WIDEST, "judgement")
     unmodelled = any(finding.of_unknown_size for finding in open_questions)
     far = severity(finding for finding in open_questions if finding.severity < OUT_OF_SCOPE)
-    # the measurement may be that share of the answer below it, or above it, which is less in logarithms
+    # the measurement may be smaller or larger by that share of the answer; smaller is the larger distance in logarithms
     off = sum(-math.log1p(-finding.share) for finding in open_questions if finding.share)
     if learned is None:
         expected = Spread(quantity).predict(terms_of(row, quantity, MOST_SEVERE, unmodelled=unmodelled))

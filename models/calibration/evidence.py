@@ -23,7 +23,7 @@ def number_of(names: Sequence[str]) -> Units:
 
 def evidence_weights(units: Units, counts: Floats) -> Floats:
     """The weight of each row, [rows]. `units`: the number of its unit; `counts`: its share of its configuration (1 /
-    repeats, and less for a less trusted row), of which a unit's sum is its n."""
+    repeats, and less for a less trusted row); the sum over a unit is its n."""
     sizes = np.bincount(units, weights=counts)
     weights: Floats = counts / np.sqrt(np.maximum(sizes, 1.0))[units]
     return weights

@@ -150,15 +150,7 @@ def fit_quantity(
         for i, guess in enumerate(split.guesses.tolist())
         if not rows[i].censored or ratios[i] > guess
     ]
-    evidence = evidence_weights(number_of([h.unit for h in held]), np.array([h.weight for h in held]))
-    spread = Spread(quantity).fit([h.terms for h in held], [h.missed for h in held], evidence)
-    intervals = Intervals().fit(
-        [h.missed for h in held],
-        [h.unit for h in held],
-        [h.sample.groups for h in held],
-        [h.weight for h in held],
-        [spread.predict(h.terms) for h in held],
-    )
+    spread, intervals = _bars(quantity, held)
     finished = [index for index, sample in enumerate(rows) if not sample.censored]
     unseen = residual.splits_[0].guesses.tolist()
     return QuantityCalibration(
@@ -184,6 +176,14 @@ class _Held:
     missed: float
     terms: dict[str, float]
     weight: float
+
+
+def _bars(quantity: str, held: Sequence[_Held]) -> tuple[Spread, Intervals]:
+    """The error to expect of a prediction, and the intervals, from rows that were predicted without their unit."""
+    missed, units, weights = [h.missed for h in held], [h.unit for h in held], [h.weight for h in held]
+    spread = Spread(quantity).fit([h.terms for h in held], missed, evidence_weights(number_of(units), np.array(weights)))
+    expected = [spread.predict(h.terms) for h in held]
+    return spread, Intervals().fit(missed, units, [h.sample.groups for h in held], weights, expected)
 
 
 def _units(rows: Sequence[Sample]) -> tuple[list[str], list[str]]:

@@ -53,7 +53,7 @@ class Bar:
     effective_rows: float
     """How many independent rows the group's own rows are worth: the sum of their weights."""
     parametric: bool = False
-    """Whether they are too few for one of the two quantiles, in whose place there is a Student t bound
+    """Whether there are too few of them for one of the two quantiles, so that a Student t bound replaces it
     (`parametric_bound`)."""
 
 
@@ -121,8 +121,8 @@ class Intervals:
         own: Sequence[int],
         around: Sequence[int] | None,
     ) -> Bar | None:
-        """The bar of a group from its `own` rows, and from those `around` it, of the next larger group that has a bar; None
-        if there are too few architectures or, beside a larger group, too few rows."""
+        """The bar of a group from its `own` rows and from the rows `around` it, which are those of the next larger group
+        that has a bar. None if there are too few architectures or, where a larger group has a bar, too few rows."""
         num_architectures = len(np.unique(units[own]))
         weights = np.zeros(len(scores))
         weights[own] = evidence_weights(units[own], counts[own])

@@ -16,6 +16,7 @@ one above the fit counts as a row at the bound (`fit_bounded`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -57,6 +58,22 @@ class HeldOut:
         self.units = units
         self.folds = folds
         self.guesses: Floats = np.zeros(len(units))
+
+
+@dataclass(frozen=True, slots=True)
+class FitRows:
+    """Rows from which a candidate learns, [rows]. `x`: their features, [rows, features]; `y`: log ratios; `censored`:
+    whether a run went out of memory, so that its ratio is only a lower bound."""
+
+    x: Floats
+    y: Floats
+    weights: Floats
+    groups: npt.NDArray[np.object_]
+    censored: Flags
+
+    def chosen(self, rows: Flags) -> FitRows:
+        """Those of `rows`."""
+        return FitRows(self.x[rows], self.y[rows], self.weights[rows], self.groups[rows], self.censored[rows])
 
 
 class Residual:
@@ -107,10 +124,9 @@ class Residual:
             return self
         middle = weighted_median(exact, balanced[~censored])
         targets = np.clip(y, middle - WORST_COUNTED, middle + WORST_COUNTED)
+        learned = FitRows(x, targets, balanced, np.asarray(groups, dtype=object), censored)
         tried = {
-            candidate.name: [
-                self._out_of_fold(split.folds, candidate, x, targets, balanced, groups, censored) for split in self.splits_
-            ]
+            candidate.name: [out_of_fold(candidate, learned, split.folds) for split in self.splits_]
             for candidate in self.make_candidates()
             if candidate.least_architectures <= len(np.unique(units[~censored]))
         }
@@ -129,7 +145,7 @@ class Residual:
         self.shrinkage_ = simplest_in_every_split({s: lost(tried[chosen], s) for s in SHRINKAGES})
         if chosen != Zero.name and self.shrinkage_ > 0:
             winner = next(c for c in self.make_candidates() if c.name == chosen)
-            self.regressor_ = fit_bounded(winner, x, targets, balanced, groups, censored)
+            self.regressor_ = fit_bounded(winner, learned)
             for split, guess in zip(self.splits_, tried[chosen], strict=True):
                 split.guesses = np.clip(self.shrinkage_ * guess, self.low_, self.high_)
         else:
@@ -146,29 +162,6 @@ class Residual:
     def least(self) -> float:
         """A bound below all predictions."""
         return 0.0 if self.regressor_.never_takes_away else self.shrinkage_ and min(self.low_, 0.0)
-
-    def _out_of_fold(
-        self,
-        folds: Units,
-        candidate: Regressor,
-        x: Floats,
-        y: Floats,
-        weights: Floats,
-        groups: Sequence[str],
-        censored: Flags,
-    ) -> Floats:
-        """The candidate's prediction for each row from a fit without the row's fold."""
-        guess = np.zeros(len(y))
-        names = np.asarray(groups, dtype=object)
-        for fold in np.unique(folds):
-            inside, outside = folds != fold, folds == fold
-            if censored[inside].all():
-                continue
-            fitted = fit_bounded(
-                candidate, x[inside], y[inside], weights[inside], names[inside].tolist(), censored[inside]
-            )
-            guess[outside] = fitted.predict(x[outside], names[outside].tolist())
-        return guess
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain JSON of everything `predict` needs."""
@@ -203,17 +196,26 @@ class Residual:
         return residual
 
 
-def fit_bounded(
-    candidate: Regressor, x: Floats, y: Floats, weights: Floats, groups: Sequence[str], censored: Flags
-) -> Regressor:
-    """`candidate` fitted to the rows that finished. A run out of memory (`censored`) gives only a lower bound: it joins the
-    fit when the prediction would otherwise be below its bound."""
-    used = ~censored
-    names = np.asarray(groups, dtype=object)
+def out_of_fold(candidate: Regressor, rows: FitRows, folds: Units) -> Floats:
+    """The candidate's prediction for each row from a fit without the row's fold."""
+    guess = np.zeros(len(rows.y))
+    for fold in np.unique(folds):
+        inside, outside = folds != fold, folds == fold
+        if rows.censored[inside].all():
+            continue
+        fitted = fit_bounded(candidate, rows.chosen(inside))
+        guess[outside] = fitted.predict(rows.x[outside], rows.groups[outside].tolist())
+    return guess
+
+
+def fit_bounded(candidate: Regressor, rows: FitRows) -> Regressor:
+    """`candidate` fitted to the rows that finished. A run out of memory gives only a lower bound: it joins the fit when the
+    prediction would otherwise be below its bound."""
+    used = ~rows.censored
     fitted = candidate
     for _ in range(MOST_ROUNDS):
-        fitted = candidate.fit(x[used], y[used], weights[used], names[used].tolist())
-        too_low = ~used & (fitted.predict(x, groups) < y)
+        fitted = candidate.fit(rows.x[used], rows.y[used], rows.weights[used], rows.groups[used].tolist())
+        too_low = ~used & (fitted.predict(rows.x, rows.groups.tolist()) < rows.y)
         if not too_low.any():
             break
         used |= too_low

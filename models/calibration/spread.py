@@ -81,9 +81,9 @@ PRIORS: dict[str, dict[str, float]] = {
 PRIOR_ROWS = 4.0
 """A prior counts as this many rows of its own in a fit."""
 LEAST_SHARE = 0.25
-"""A coefficient keeps at least this share of its prior: a seventh source may show what half a dozen sources do not, and the
-ledger was mended wherever rows of a new kind showed a fault, so that they no longer show what such a kind was off by.
-Without it reserved memory's bars would cover 67 % of the rows held out by source."""
+"""A coefficient keeps at least this share of its prior. The errors of known rows say too little about a new source: where
+rows of a new kind showed a fault, the ledger was corrected, so they no longer show how large the error had been. Without
+this floor the bars of reserved memory would cover 67 % of the rows held out by source."""
 NOT_LEARNED = ("lengths", "unmodelled")
 """Terms that keep their prior: rows of changing lengths, and of what is not modelled, are in no fit."""
 JUDGED_FACTOR = math.log(10.0)

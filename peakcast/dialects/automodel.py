@@ -55,14 +55,8 @@ def from_automodel(pasted: Pasted) -> Translation:
     notes = Notes()
     settings = Settings(flat(pasted.values), notes, "NeMo AutoModel")
     _check_network(settings)
-    named = settings.text(
-        "model.pretrained_model_name_or_path", settings.text("model.config.pretrained_model_name_or_path")
-    )
-    for key in ("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path"):
-        settings.given(key)
-    model = pasted.model or named
-    if not model:
-        raise settings.missing("model.pretrained_model_name_or_path", "the model's hub id or its folder")
+    names = ("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path")
+    model = settings.model(pasted.model, *names, what="the model's hub id or its folder")
     num_gpus = _gpus(settings, pasted)
     training = _training(settings, num_gpus // _ranks_of_a_sample(settings))
     adapter = _adapter(settings, training)
@@ -158,26 +152,6 @@ def _training(settings: Settings, replicas: int) -> dict[str, Any]:
     notes = settings.notes
     micro = settings.size("step_scheduler.local_batch_size", settings.integer("step_scheduler.micro_batch_size", 1))
     total = settings.integer("step_scheduler.global_batch_size") or micro * replicas
-    packed = settings.integer("packed_sequence.packed_sequence_size", 0, least=0) or 0
-    length = packed or settings.integer("dataset.seq_length", settings.integer("dataset.seq_len"))
-    if not length:
-        length = 2048
-        notes.warnings.append(
-            "The recipe does not say how long its samples are (dataset.seq_length, "
-            "packed_sequence.packed_sequence_size); 2048 "
-            "tokens are assumed. Give that of the longest: --sequence-length.",
-            "sequence_length",
-            "more",
-        )
-    compiled = settings.switch("compile.enabled")
-    target = settings.text("loss_fn._target_")
-    fused = "FusedLinear" in target or "linear_ce" in target
-    if target and not re.search(r"FusedLinear|linear_ce|Chunked|MaskedCrossEntropy|TEParallelCrossEntropy", target):
-        notes.unsupported.append(
-            f"The loss {target} is not modelled; the cross entropy of whole logits is assumed.", "loss_fn"
-        )
-    if "Chunked" in target:
-        notes.unsupported.append("The loss in chunks (loss_fn) is not modelled; whole logits are used.", "loss_fn", "less")
     liger = settings.switch("model.use_liger_kernel")
     if not settings.given("model.use_liger_kernel"):
         notes.assumptions.append(
@@ -195,17 +169,42 @@ def _training(settings: Settings, replicas: int) -> dict[str, Any]:
     return {
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": max(1, total // (micro * replicas)),
-        "max_length": length,
-        "packing": bool(packed),
+        **_length(settings),
         "torch_dtype": "bfloat16" if dtype in ("auto", "bf16") else dtype.removeprefix("torch."),
         "attn_implementation": settings.text("model.attn_implementation", "sdpa"),
         "gradient_checkpointing": _checkpoints(settings),
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "liger_kernels": liger,
-        "fused_linear_cross_entropy": fused,
-        "torch_compile": compiled,
+        "fused_linear_cross_entropy": _fuses_loss(settings),
+        "torch_compile": settings.switch("compile.enabled"),
         "optim": OPTIMIZERS.get(kind.lower(), "adamw_torch"),
     }
+
+
+def _length(settings: Settings) -> dict[str, Any]:
+    """The length of a row, and whether samples are packed into it."""
+    packed = settings.integer("packed_sequence.packed_sequence_size", 0, least=0) or 0
+    length = packed or settings.integer("dataset.seq_length", settings.integer("dataset.seq_len"))
+    if not length:
+        length = 2048
+        settings.notes.warnings.append(
+            "The recipe does not say how long its samples are (dataset.seq_length, "
+            "packed_sequence.packed_sequence_size); 2048 "
+            "tokens are assumed. Give that of the longest: --sequence-length.",
+            "sequence_length",
+            "more",
+        )
+    return {"max_length": length, "packing": bool(packed)}
+
+
+def _fuses_loss(settings: Settings) -> bool:
+    """Whether the loss is computed together with the head; notes losses that are not modelled."""
+    target, unsupported = settings.text("loss_fn._target_"), settings.notes.unsupported
+    if target and not re.search(r"FusedLinear|linear_ce|Chunked|MaskedCrossEntropy|TEParallelCrossEntropy", target):
+        unsupported.append(f"The loss {target} is not modelled; the cross entropy of whole logits is assumed.", "loss_fn")
+    if "Chunked" in target:
+        unsupported.append("The loss in chunks (loss_fn) is not modelled; whole logits are used.", "loss_fn", "less")
+    return "FusedLinear" in target or "linear_ce" in target
 
 
 def _checkpoints(settings: Settings) -> bool:

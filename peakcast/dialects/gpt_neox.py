@@ -17,9 +17,13 @@ from peakcast.dialects.common.translation import Notes, Settings, Translation, n
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions
-from peakcast.jobs.spec import ActivationCheckpointing, Parallelism
+from peakcast.jobs.spec import ActivationCheckpointing, Parallelism, TrainingJob
 
 POSITIONS = ("rotary", "learned", "none", "sinusoidal", "rpe", "alibi")
+SHAPES = (
+    "gpt_j_residual", "rotary_pct", "gpt_j_tied", "use_bias_in_mlp", "use_bias_in_attn_linear", "use_bias_in_norms",
+)  # fmt: skip
+"""Keys about the layers that transformers' networks settle by their family."""
 ENGINE = ("zero_optimization", "optimizer", "fp16", "bf16")
 UNSUPPORTED = {
     "sequence_parallel": "sequence parallelism", "context_parallel_size": "context parallelism",
@@ -86,15 +90,7 @@ def from_gpt_neox(pasted: Pasted) -> Translation:
     job = notes.include(from_huggingface(network, training, None, engine, None, num_gpus // ranks, versions=versions))
     if checkpoints:
         job = job.replace(activation_checkpointing=ActivationCheckpointing(mode="full", use_reentrant=True))
-    layout = Parallelism(
-        data_parallel_size=num_gpus // ranks,
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=pipeline,
-        zero_stage=job.parallelism.zero_stage,
-    )
-    job = job.replace(parallelism=layout)
-    known = conventions(job)
-    job = job.replace(framework_options=FrozenMapping({k: v for k, v in job.framework_options.items() if k in known}))
+    job = _with_layout(job, num_gpus // ranks, tensor, pipeline)
     notes.unsupported.append(
         "GPT-NeoX's own layers, which fuse masks, biases and softmax, are read as transformers' GPT-NeoX under DeepSpeed.",
         "num_layers",
@@ -103,62 +99,75 @@ def from_gpt_neox(pasted: Pasted) -> Translation:
     return notes.finish(job)
 
 
+def _with_layout(job: TrainingJob, replicas: int, tensor: int, pipeline: int) -> TrainingJob:
+    """`job`, which was read as one of `replicas` GPUs alone, with tensor and pipeline parallelism, and without the options
+    that the framework does not have with them."""
+    layout = Parallelism(
+        data_parallel_size=replicas,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        zero_stage=job.parallelism.zero_stage,
+    )
+    job = job.replace(parallelism=layout)
+    known = conventions(job)
+    return job.replace(framework_options=FrozenMapping({k: v for k, v in job.framework_options.items() if k in known}))
+
+
 def _network(settings: Settings, tensor: int) -> Architecture:
     """The network, read by way of the keys of transformers' GPT-NeoX configuration."""
     hidden, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
-    position = settings.one_of("pos_emb", "learned", POSITIONS)
-    if position != "rotary":
-        settings.notes.unsupported.append(f"pos_emb={position} is not modelled; rotary is assumed.", "pos_emb")
-    activation = settings.text("activation", "gelu")
-    groups, norm = settings.integer("num_kv_heads"), settings.text("norm", "layernorm")
+    shape = _shape(settings, hidden, heads)
     divisor = settings.size("make_vocab_size_divisible_by", 128) * tensor
     vocabulary = settings.integer("padded_vocab_size") or round_up(50257, divisor)
     if not settings.given("padded_vocab_size"):
         settings.notes.assumptions.append(f"the vocabulary is treated as {vocabulary}; padded_vocab_size says another.")
-    width = settings.integer("intermediate_size")
-    if activation in ("swiglu", "geglu") or (groups and groups != heads):  # shapes as in Llama
-        base = {
-            "model_type": "llama",
-            "num_key_value_heads": groups or heads,
-            "intermediate_size": width or 4 * hidden * 2 // 3,
-            "hidden_act": "silu",
-        }
-    else:
-        base = {
-            "model_type": "gpt_neox",
-            "intermediate_size": width or 4 * hidden,
-            "hidden_act": "gelu",
-            "use_parallel_residual": settings.switch("gpt_j_residual"),
-            "rotary_pct": settings.number("rotary_pct", 1.0),
-        }
-    for key in (
-        "gpt_j_residual",
-        "rotary_pct",
-        "gpt_j_tied",
-        "use_bias_in_mlp",
-        "use_bias_in_attn_linear",
-        "use_bias_in_norms",
-    ):
-        settings.given(key)
-    if norm not in ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm"):
-        settings.notes.unsupported.append(f"norm={norm} is not modelled; the family's is assumed.", "norm")
-    for key in ("hidden_dropout", "attention_dropout"):
-        if settings.number(key, 0):
-            settings.notes.unsupported.append(f"Dropout ({key}) is not modelled.", key, "more")
-    tied = not settings.switch("no_weight_tying")
-    length = settings.size("max_position_embeddings", settings.integer("seq_length"))
+    _note_undescribed(settings)
     return resolve_architecture(
         {
-            **base,
+            **shape,
             "name": f"neox-{settings.size('num_layers')}-layers-{hidden}",
             "hidden_size": hidden,
             "num_hidden_layers": settings.size("num_layers"),
             "num_attention_heads": heads,
             "vocab_size": vocabulary,
-            "max_position_embeddings": length,
-            "tie_word_embeddings": tied,
+            "max_position_embeddings": settings.size("max_position_embeddings", settings.integer("seq_length")),
+            "tie_word_embeddings": not settings.switch("no_weight_tying"),
         }
     )
+
+
+def _shape(settings: Settings, hidden: int, heads: int) -> dict[str, Any]:
+    """What the layers consist of: as in Llama with a gated activation or fewer key-value heads, else as in GPT-NeoX."""
+    groups, width = settings.integer("num_kv_heads"), settings.integer("intermediate_size")
+    for key in SHAPES:
+        settings.given(key)
+    if settings.text("activation", "gelu") in ("swiglu", "geglu") or (groups and groups != heads):
+        return {
+            "model_type": "llama",
+            "num_key_value_heads": groups or heads,
+            "intermediate_size": width or 4 * hidden * 2 // 3,
+            "hidden_act": "silu",
+        }
+    return {
+        "model_type": "gpt_neox",
+        "intermediate_size": width or 4 * hidden,
+        "hidden_act": "gelu",
+        "use_parallel_residual": settings.switch("gpt_j_residual"),
+        "rotary_pct": settings.number("rotary_pct", 1.0),
+    }
+
+
+def _note_undescribed(settings: Settings) -> None:
+    """Note what GPT-NeoX's layers have that transformers' have not: other positions, other norms, dropout."""
+    position = settings.one_of("pos_emb", "learned", POSITIONS)
+    if position != "rotary":
+        settings.notes.unsupported.append(f"pos_emb={position} is not modelled; rotary is assumed.", "pos_emb")
+    norm = settings.text("norm", "layernorm")
+    if norm not in ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm"):
+        settings.notes.unsupported.append(f"norm={norm} is not modelled; the family's is assumed.", "norm")
+    for key in ("hidden_dropout", "attention_dropout"):
+        if settings.number(key, 0):
+            settings.notes.unsupported.append(f"Dropout ({key}) is not modelled.", key, "more")
 
 
 def _precision(settings: Settings, engine: dict[str, Any]) -> str:

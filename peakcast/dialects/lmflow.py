@@ -11,8 +11,16 @@ import re
 from typing import Any
 
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, renamed, speller
-from peakcast.dialects.huggingface.accelerate import launcher_beside, refuse_twice
+from peakcast.dialects.common.translation import (
+    Notes,
+    Settings,
+    Translation,
+    note_unsupported,
+    note_widened_ends,
+    renamed,
+    speller,
+)
+from peakcast.dialects.huggingface.accelerate import launcher_with_engine
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.keys import IGNORED_TRAINING
 from peakcast.dialects.huggingface.post_training import with_method
@@ -53,10 +61,7 @@ def from_lmflow(pasted: Pasted) -> Translation:
     """The job of such a command. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(pasted.values, notes, "LMFlow")
-    model = pasted.model or settings.text("model_name_or_path")
-    if not model:
-        raise settings.missing("model_name_or_path", "the model's hub id, its folder, or its config.json")
-    settings.given("model_name_or_path")
+    model = settings.model(pasted.model, "model_name_or_path")
     method = _method(settings, pasted)
     settings.one_of("arch_type", "decoder_only", ("decoder_only", "text_regression"))
     quantised = settings.switch("use_qlora")
@@ -66,12 +71,8 @@ def from_lmflow(pasted: Pasted) -> Translation:
         _follow_dpo(settings, training)
     else:
         training["max_length"] = settings.size("block_size", 1024, assume=True)
-    engine = settings.raw("deepspeed")
-    deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
-    launcher = launcher_beside(pasted, notes)
-    refuse_twice(deepspeed, launcher.deepspeed, "deepspeed", pasted.where)
-    deepspeed = deepspeed if deepspeed is not None else launcher.deepspeed
-    if "optim" not in training and "optimizer" not in (deepspeed or {}):
+    launcher = launcher_with_engine(pasted, settings)
+    if "optim" not in training and "optimizer" not in (launcher.deepspeed or {}):
         training["optim"] = "adamw_torch"
         notes.assumptions.append("optim is not given; the default of transformers 4, which LMFlow needs, is adamw_torch.")
     if isinstance(training.get("fsdp_config"), str):
@@ -80,7 +81,7 @@ def from_lmflow(pasted: Pasted) -> Translation:
         model,
         training,
         _adapter(settings) if adapters else None,
-        deepspeed,
+        launcher.deepspeed,
         launcher.fsdp,
         launcher.gpus(pasted, notes),
         versions=pasted.versions.of("huggingface"),
@@ -96,9 +97,7 @@ def from_lmflow(pasted: Pasted) -> Translation:
             "use_lisa",
             "less",
         )
-    for key in settings.left():
-        known = IGNORED.fullmatch(key) or key in IGNORED_TRAINING
-        (notes.ignored if known else notes.unknown).append(key)
+    settings.note_left(IGNORED, IGNORED_TRAINING)
     return notes.finish(job)
 
 
@@ -147,10 +146,5 @@ def _training(settings: Settings, *, quantised: bool, packs: bool) -> dict[str, 
         training["quantization_config"] = {"load_in_8bit": True} if bits == 8 else four
         training |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
         settings.notes.assumptions.append("LMFlow prepares quantised weights by peft, which checkpoints every layer.")
-        settings.notes.unsupported.append(
-            "peft's prepare_model_for_kbit_training widens the embedding and the head to float32, which is not modelled: 2 "
-            "bytes more for each of their parameters.",
-            "use_qlora",
-            "more",
-        )
+        note_widened_ends(settings.notes)
     return training

@@ -95,14 +95,12 @@ def from_nemo(pasted: Pasted) -> Translation:
     flags |= {"no_bias_gelu_fusion": True} if "no_bias_swiglu_fusion" in flags else {}
     flags |= _network(settings)
     flags |= _training(settings, pasted)
-    for key in settings.left():
-        (notes.ignored if key in IGNORED else notes.unknown).append(settings.spell(key))
+    settings.note_left(IGNORED)
     note_inner(settings, "tokenizer", ("library", "type", "vocab_size"), TOKENIZER)
     note_inner(settings, "optim", ("name", "overlap_grad_sync", "overlap_param_sync"), OPTIMIZER)
     top = Settings({key: value for key, value in pasted.values.items() if key != "model"}, notes, "NeMo")
     num_gpus = _num_gpus(top, pasted.num_gpus)
-    for key in top.left():
-        (notes.ignored if key in SECTIONS else notes.unknown).append(key)
+    top.note_left(SECTIONS)
     named = {key: value for key, value in flags.items() if value is not None and value is not False}
     return notes.finish(notes.include(from_megatron_flags(replace(pasted, values=named, num_gpus=num_gpus))))
 

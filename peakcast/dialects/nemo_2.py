@@ -70,7 +70,7 @@ OF_THE_STEP = re.compile(
 )
 """Fields of a network's configuration that say how it is trained."""
 OTHERS = re.compile(
-    r"(log|resume|tokenizer|trainer|data|optim|model)(\..*|$)|.*_target_|fn"  # what is read of them is read by name
+    r"(log|resume|tokenizer|trainer|data|optim|model)(\..*|$)|peft.*|.*_target_|fn"  # what is read of them is read by name
 )
 
 
@@ -221,20 +221,7 @@ def from_nemo_2(pasted: Pasted) -> Translation:
         )
     network = resolve_architecture(named)
     note_network(named, notes)
-    place = "trainer.strategy."
-    flags = {key: settings.raw(place + key) for key in STRATEGY}
-    flags |= {key: settings.raw(f"data.{key}") for key in ("micro_batch_size", "global_batch_size", "seq_length")}
-    flags |= {flag: settings.raw(f"{place}ddp.{key}") for key, flag in DDP.items()}
-    precision = settings.text("trainer.plugins.precision", "bf16-mixed")
-    flags |= {"fp16" if precision.startswith("16") else "bf16": True}
-    reduces = settings.raw("trainer.plugins.grad_reduce_in_fp32")
-    flags["accumulate_allreduce_grads_in_fp32"] = (
-        flags["accumulate_allreduce_grads_in_fp32"] if reduces is None else reduces
-    )
-    flags["use_distributed_optimizer"] = settings.switch("optim.config.use_distributed_optimizer", True)
-    for section in ("model.config.", "trainer.plugins."):
-        fields = {key.removeprefix(section): key for key in values if key.startswith(section)}
-        flags |= {name: settings.raw(key) for name, key in fields.items() if OF_THE_STEP.fullmatch(name)}
+    flags = _flags(settings, values)
     if network.moe is None:
         flags = {key: value for key, value in flags.items() if not key.startswith(("moe_", "expert_"))}
     flags = with_gradient_dtype({key: value for key, value in flags.items() if value is not None})
@@ -242,8 +229,7 @@ def from_nemo_2(pasted: Pasted) -> Translation:
     method = settings.text("peft._target_", "LoRA").rpartition(".")[2]
     if adapts and method.lower() != "lora":
         notes.unsupported.append(f"peft={method} is not modelled; LoRA is, which is counted in its place.", "peft")
-    for key in settings.left():
-        (notes.ignored if OTHERS.fullmatch(key) or key.startswith("peft") else notes.unknown).append(key)
+    settings.note_left(OTHERS)
     nodes, each = settings.size("trainer.num_nodes", 1), settings.size("trainer.devices", 1)
     sizes = [int(flags.get(f"{kind}_parallel_size") or 1) for kind in ("tensor_model", "context", "pipeline_model")]
     num_gpus = pasted.num_gpus or max(nodes * each, math.prod(sizes))
@@ -251,3 +237,21 @@ def from_nemo_2(pasted: Pasted) -> Translation:
     flags["sequence_parallel"] = bool(flags.get("sequence_parallel")) and sizes[0] > 1
     job = notes.include(from_megatron(flags_of_yaml(flags, notes), num_gpus, {}, pasted.versions.of("megatron"), network))
     return notes.finish(with_adapters(job, settings, BRIDGE.under("peft."), "megatron_bridge") if adapts else job)
+
+
+def _flags(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-LM's flags, from the recipe's strategy, data, precision and network; None for what it does not say."""
+    place = "trainer.strategy."
+    flags = {key: settings.raw(place + key) for key in STRATEGY}
+    flags |= {key: settings.raw(f"data.{key}") for key in ("micro_batch_size", "global_batch_size", "seq_length")}
+    flags |= {flag: settings.raw(f"{place}ddp.{key}") for key, flag in DDP.items()}
+    precision = settings.text("trainer.plugins.precision", "bf16-mixed")
+    flags |= {"fp16" if precision.startswith("16") else "bf16": True}
+    reduces = settings.raw("trainer.plugins.grad_reduce_in_fp32")
+    if reduces is not None:
+        flags["accumulate_allreduce_grads_in_fp32"] = reduces
+    flags["use_distributed_optimizer"] = settings.switch("optim.config.use_distributed_optimizer", True)
+    for section in ("model.config.", "trainer.plugins."):
+        fields = {key.removeprefix(section): key for key in values if key.startswith(section)}
+        flags |= {name: settings.raw(key) for name, key in fields.items() if OF_THE_STEP.fullmatch(name)}
+    return flags

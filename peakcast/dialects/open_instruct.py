@@ -16,7 +16,7 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Notes, Settings, Translation, words
+from peakcast.dialects.common.translation import Notes, Settings, Translation, note_widened_ends, words
 from peakcast.dialects.huggingface.accelerate import launcher_beside
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
@@ -57,10 +57,7 @@ def from_open_instruct(pasted: Pasted) -> Translation:
     adapters = settings.switch("use_lora")
     if quantised and not adapters:
         raise settings.refuse("use_qlora", "has adapters only with use_lora: true; add it")
-    model = pasted.model or settings.text("model_name_or_path")
-    if not model:
-        raise settings.missing("model_name_or_path", "the model's hub id, its folder, or its config.json")
-    settings.given("model_name_or_path")
+    model = settings.model(pasted.model, "model_name_or_path")
     peft = _adapters(settings) if adapters else None
     training = _training(settings, quantised=quantised, adapters=adapters)
     launcher = launcher_beside(pasted, notes)
@@ -126,6 +123,7 @@ def _training(settings: Settings, *, quantised: bool, adapters: bool) -> dict[st
         training["attn_implementation"] = "eager"
     if settings.given("max_seq_length"):
         training["max_seq_length"] = settings.raw("max_seq_length")
+    training["optim"] = _optimizer(settings, quantised=quantised)
     checkpoints = settings.switch("gradient_checkpointing")
     training["gradient_checkpointing"] = checkpoints and (quantised or not adapters)
     if checkpoints and not training["gradient_checkpointing"]:
@@ -134,32 +132,37 @@ def _training(settings: Settings, *, quantised: bool, adapters: bool) -> dict[st
             "is checkpointed.",
             "gradient_checkpointing",
         )
-    eight = settings.switch("use_8bit_optimizer")
-    fused = settings.switch("fused_optimizer", True)
-    training["optim"] = "adamw_torch_fused" if fused else "adamw_torch"
     if quantised:
         training["gradient_checkpointing_kwargs"] = {"use_reentrant": True}  # peft's default there
         training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
-        training["optim"] = "paged_adamw_8bit" if eight else "paged_adamw_32bit"
-        notes.unsupported.append(
-            "peft's prepare_model_for_kbit_training widens the embedding and the head to float32, which is not modelled: 2 "
-            "bytes more for each of their parameters.",
-            "use_qlora",
-            "more",
-        )
-    elif eight:
+        note_widened_ends(notes)
+    training |= _loss(settings)
+    if settings.raw("additional_model_arguments"):
+        notes.unsupported.append("additional_model_arguments are not read.", "additional_model_arguments")
+    return training
+
+
+def _optimizer(settings: Settings, *, quantised: bool) -> str:
+    """The optimizer, by its name in transformers: paged for quantised weights, else fused unless asked otherwise."""
+    eight, fused = settings.switch("use_8bit_optimizer"), settings.switch("fused_optimizer", True)
+    if quantised:
+        return "paged_adamw_8bit" if eight else "paged_adamw_32bit"
+    if eight:
         sentence = "use_8bit_optimizer has no effect without use_qlora (open_instruct/finetune.py)."
-        notes.warnings.append(sentence, "use_8bit_optimizer")
+        settings.notes.warnings.append(sentence, "use_8bit_optimizer")
+    return "adamw_torch_fused" if fused else "adamw_torch"
+
+
+def _loss(settings: Settings) -> dict[str, Any]:
+    """The training settings of the loss, with notes about what of it is not modelled."""
+    notes, loss = settings.notes, dict[str, Any]()
     mean = settings.one_of("reduce_loss", "mean", ("mean", "sum")) == "mean"
     if settings.switch("use_liger_kernel"):
-        training["liger_kernels"] = True
-        training["fused_linear_cross_entropy"] = mean
+        loss = {"liger_kernels": True, "fused_linear_cross_entropy": mean}
     elif not mean:
         sentence = "The loss of reduce_loss=sum, on shifted copies of the logits, is not modelled."
         notes.unsupported.append(sentence, "reduce_loss", "more")
     if settings.switch("load_balancing_loss"):
         notes.unsupported.append("The load balancing loss is not modelled.", "load_balancing_loss", "more")
     settings.number("load_balancing_weight", 0.5)
-    if settings.raw("additional_model_arguments"):
-        notes.unsupported.append("additional_model_arguments are not read.", "additional_model_arguments")
-    return training
+    return loss

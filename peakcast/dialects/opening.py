@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peakcast.core.bounded import is_file
 from peakcast.core.errors import SpecError
@@ -15,6 +15,10 @@ from peakcast.dialects.common.pasted import THE_TEXT, Pasted, mapping_of_text, m
 from peakcast.dialects.common.text import format_of, parse, read_text
 from peakcast.dialects.python.notebook import notebook_source
 from peakcast.dialects.shell.task_file import script_in
+
+if TYPE_CHECKING:
+    from peakcast.dialects.shell.launch import Launch
+    from peakcast.dialects.shell.script import Script
 
 RECIPES = ("module", "recipe", "factory")
 """Flags that name a configuration in Python."""
@@ -86,7 +90,6 @@ def _launched(
     text: str, where: str, folder: Path | None, files: Mapping[str, Mapping[str, Any]], *, counted: bool = True
 ) -> Pasted:
     """A launch script as the mapping of its program's arguments, which override the configuration file that it names."""
-    from peakcast.dialects.huggingface.accelerate import of_flags
     from peakcast.dialects.megatron_bridge import recipe_of
     from peakcast.dialects.nemo_2 import recipe_of as nemo_recipe_of
     from peakcast.dialects.shell.launch import launch_of
@@ -98,18 +101,11 @@ def _launched(
     nemo = nemo_recipe_of(launch.program, launch.arguments)
     if nemo is None and (sentence := foreign((), {}, launch.program)):
         raise SpecError(f"{where} {sentence}", parameter="job")
-    written: dict[str, Mapping[str, Any]] = {}
-    for name, body in script.files.items():
-        with contextlib.suppress(SpecError):  # a script also writes files that are no configurations
-            written[Path(name).name] = mapping_of_text(body, name, Path(name).suffix)
-    files = {**written, **files}
+    written = _written(script)
+    here = Pasted(values={}, where=where, folder=folder, companions={**written, **files})
     companions = dict(written)
-    here = Pasted(values={}, where=where, folder=folder, companions=files)
     if launch.launched_by == "accelerate":
-        named = launch.launcher.get("config_file")
-        base = here.file(named, "accelerate", "--config_file") if named else files.get("accelerate", {})
-        companions["accelerate"] = merged(base, of_flags(launch.launcher))
-        here.used.update(name for name, mapping in files.items() if mapping is base)
+        companions["accelerate"] = _accelerate(launch, here)
     values: dict[str, Any] = {}
     arguments = launch.arguments
     module = str(arguments.get("module", launch.env.get("MODULE", "")))
@@ -133,6 +129,26 @@ def _launched(
         unset=script.unset,
         remarks=tuple(dict.fromkeys((*script.notes, *(found.remarks if found is not None else ())))),
     )
+
+
+def _written(script: Script) -> dict[str, Mapping[str, Any]]:
+    """The configurations that a launch script writes, by the names of their files."""
+    written: dict[str, Mapping[str, Any]] = {}
+    for name, body in script.files.items():
+        with contextlib.suppress(SpecError):  # a script also writes files that are no configurations
+            written[Path(name).name] = mapping_of_text(body, name, Path(name).suffix)
+    return written
+
+
+def _accelerate(launch: Launch, here: Pasted) -> Mapping[str, Any]:
+    """accelerate's configuration: the flags of `accelerate launch` on top of the file that it names, or of the one among
+    the companions of `here`, which then counts as used."""
+    from peakcast.dialects.huggingface.accelerate import of_flags
+
+    named = launch.launcher.get("config_file")
+    base = here.file(named, "accelerate", "--config_file") if named else here.companions.get("accelerate", {})
+    here.used.update(name for name, mapping in here.companions.items() if mapping is base)
+    return merged(base, of_flags(launch.launcher))
 
 
 def _sourced(name: str, folder: Path | None) -> str | None:

@@ -14,7 +14,14 @@ from typing import Any
 
 from peakcast.dialects.common.generation import Generation
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import AlternativeReading, Notes, Settings, Translation, note_unsupported
+from peakcast.dialects.common.translation import (
+    AlternativeReading,
+    Notes,
+    Settings,
+    Translation,
+    note_numbers,
+    note_unsupported,
+)
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.jobs.spec import TrainingJob
@@ -46,10 +53,7 @@ def from_openrlhf(pasted: Pasted) -> Translation:
     notes = Notes()
     settings = Settings({str(key).replace("-", "_"): value for key, value in pasted.values.items()}, notes, "OpenRLHF")
     method = _method(settings, pasted.program)
-    named = settings.text("pretrain") or settings.text("model_name_or_path")  # its name since 2026
-    model = pasted.model or named
-    if not model:
-        raise settings.missing("pretrain", "the model's hub id, its folder, or its config.json")
+    model = settings.model(pasted.model, "pretrain", "model_name_or_path")  # the second is its name since 2026
     num_gpus = _gpus(settings, pasted, method)
     training = _training(settings, num_gpus)
     generation = _generation(settings, training) if method == "grpo" else None
@@ -63,9 +67,7 @@ def from_openrlhf(pasted: Pasted) -> Translation:
             "ring_attn_size",
             "less",
         )
-    for key, what in COUNTED.items():
-        if settings.number(key, 0):
-            notes.unsupported.append(f"{what} ({key}) is not modelled.", key, "more")
+    note_numbers(settings, COUNTED, "more")
 
     def job_of(under: Notes, *, shards: bool) -> TrainingJob:
         half = {"torch_dtype": "float32"} if shards else {}  # master weights; FSDP2 computes in param_dtype

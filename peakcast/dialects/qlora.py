@@ -30,10 +30,7 @@ def from_qlora(pasted: Pasted) -> Translation:
     """The job of such a command. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(pasted.values, notes, "QLoRA")
-    model = pasted.model or settings.text("model_name_or_path")
-    if not model:
-        raise settings.missing("model_name_or_path", "the model's hub id, its folder, or its config.json")
-    settings.given("model_name_or_path")
+    model = settings.model(pasted.model, "model_name_or_path")
     bits = settings.integer("bits", 4, assume=True)
     if bits not in (4, 8, 16, 32):
         raise settings.refuse("bits", "must be 4, 8, 16 or 32")
@@ -56,9 +53,7 @@ def from_qlora(pasted: Pasted) -> Translation:
     if not full:
         more = "norms" if bits < 16 else "norms, and at first every weight,"
         notes.unsupported.append(f"qlora.py widens {more} to float32, which is not modelled.", "bits", "more")
-    for key in settings.left():
-        known = IGNORED.fullmatch(key) or key in IGNORED_TRAINING
-        (notes.ignored if known else notes.unknown).append(key)
+    settings.note_left(IGNORED, IGNORED_TRAINING)
     return notes.finish(job)
 
 

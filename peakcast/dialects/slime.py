@@ -48,7 +48,18 @@ def from_slime(pasted: Pasted) -> Translation:
         )
     nodes, each = settings.size("actor_num_nodes", 1), settings.integer("actor_num_gpus_per_node")
     num_gpus = pasted.num_gpus or (nodes * each if each else None)
-    notes.unsupported.append(
+    _note_other_phases(settings)
+    notes.ignored += [settings.spell(key) for key in sorted(own)]
+    inner = Pasted(
+        values=flags, where=pasted.where, folder=pasted.folder, num_gpus=num_gpus, model=pasted.model, env=pasted.env,
+        versions=pasted.versions,
+    )  # fmt: skip
+    return notes.finish(notes.include(from_megatron_flags(inner)))
+
+
+def _note_other_phases(settings: Settings) -> None:
+    """Say that only the update is counted, and where generation and the reference are meanwhile."""
+    settings.notes.unsupported.append(
         "The loss over log-probabilities of Megatron's vocabulary-parallel logits is not modelled; the cross entropy's is "
         "assumed.",
         "advantage-estimator",
@@ -56,14 +67,8 @@ def from_slime(pasted: Pasted) -> Translation:
     held = settings.number("sglang_mem_fraction_static", 0.0)
     beside = f"SGLang ({settings.spell('sglang_mem_fraction_static')}={held:g}) " if held else "SGLang "
     beside += "leaves the GPU during it (colocate)" if settings.switch("colocate") else "generates on GPUs of its own"
-    notes.warnings.append(
+    settings.notes.warnings.append(
         f"The number is that of the policy's update; {beside}, and the reference's weights wait in host memory.",
         "colocate",
         "more",
     )
-    notes.ignored += [settings.spell(key) for key in sorted(own)]
-    inner = Pasted(
-        values=flags, where=pasted.where, folder=pasted.folder, num_gpus=num_gpus, model=pasted.model, env=pasted.env,
-        versions=pasted.versions,
-    )  # fmt: skip
-    return notes.finish(notes.include(from_megatron_flags(inner)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,13 +42,7 @@ def translated(pasted: Pasted, options: ReadOptions = NOTHING) -> Translation:
     """The job of an `opened` configuration and `options`. Raises: SpecError or CatalogError naming the file or the key."""
     notes = Notes()
     notes.assumptions += pasted.remarks
-    pasted = replace(
-        pasted,
-        companions={**companions(options.files), **{name: values for name, values in pasted.companions.items() if values}},
-        num_gpus=pasted.num_gpus if options.num_gpus is None else options.num_gpus,
-        model=options.model or pasted.model,
-        versions=options.versions,
-    )
+    pasted = _with_options(pasted, options)
     if options.dialect is None and (sentence := foreign(keys_of(pasted.values), pasted.values, pasted.program)):
         raise SpecError(f"{pasted.where} {sentence}", parameter="job")
     forced = _named(options.dialect)
@@ -60,35 +54,69 @@ def translated(pasted: Pasted, options: ReadOptions = NOTHING) -> Translation:
     if name is None and not pasted.program and of_a_job and 2 * len(of_a_job) >= len(pasted.values):
         name = "job"
     if name is None:
-        raise SpecError(
-            f"{pasted.where} is no configuration that is known here (its keys: {_some(pasted.values)}). "
-            + (f"Run it on fake tensors: peakcast dryrun -- {pasted.program} ... " if pasted.program else "")
-            + f"{'Or give' if pasted.program else 'Give'} the model and the step as a job (--model, --micro-batch-size, "
-            "--sequence-length, --sharding and the like); if peakcast reads such files, say what it is by --dialect.",
-            parameter="job",
-        )
+        raise _not_recognised(pasted)
     if name != "job":
         notes.assumptions.insert(0, _read_as(pasted, name, found))
     try:
         job = notes.include(_reader(name)(pasted))
     except SpecError as error:
         raise pasted.explained(error) from None
-    for other in found[1:]:
+    notes.others += _other_readings(pasted, name, found[1:], job)
+    if name not in HUGGING_FACE_PARTS:
+        _note_unused(pasted, options, notes)
+    return with_versions(_with_allocator(notes.finish(job), pasted), options.versions)
+
+
+def _with_options(pasted: Pasted, options: ReadOptions) -> Pasted:
+    """`pasted` with what the question gives beside it."""
+    return replace(
+        pasted,
+        companions={**companions(options.files), **{name: values for name, values in pasted.companions.items() if values}},
+        num_gpus=pasted.num_gpus if options.num_gpus is None else options.num_gpus,
+        model=options.model or pasted.model,
+        versions=options.versions,
+    )
+
+
+def _not_recognised(pasted: Pasted) -> SpecError:
+    """The error for a configuration of no known dialect."""
+    return SpecError(
+        f"{pasted.where} is no configuration that is known here (its keys: {_some(pasted.values)}). "
+        + (f"Run it on fake tensors: peakcast dryrun -- {pasted.program} ... " if pasted.program else "")
+        + f"{'Or give' if pasted.program else 'Give'} the model and the step as a job (--model, --micro-batch-size, "
+        "--sequence-length, --sharding and the like); if peakcast reads such files, say what it is by --dialect.",
+        parameter="job",
+    )
+
+
+def _other_readings(
+    pasted: Pasted, name: str, others: Sequence[Recognised], job: TrainingJob
+) -> Iterator[AlternativeReading]:
+    """What `pasted` would be as a configuration of the dialects `others`, unless that is `job`, which it is as `name`."""
+    for other in others:
         with contextlib.suppress(PeakcastError):
             read = _reader(other.name)(pasted)
             way_out = f"Say which by --dialect {name} or --dialect {other.name}."
-            notes.others += [AlternativeReading(DIALECTS[other.name].title, read.job, way_out)] * (read.job != job)
+            if read.job != job:
+                yield AlternativeReading(DIALECTS[other.name].title, read.job, way_out)
+
+
+def _note_unused(pasted: Pasted, options: ReadOptions, notes: Notes) -> None:
+    """Note the files of the question that the configuration has not read."""
     used = [pasted.companions[name] for name in pasted.used]
-    for given in map(_read, options.files if name not in HUGGING_FACE_PARTS else ()):
+    for given in map(_read, options.files):
         if given.values not in used:
             notes.warnings.append(
                 f"{given.where} is given with {pasted.where}, which does not use it; it is left out.", given.where
             )
-    allocator = "".join(pasted.env.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    read = notes.finish(job)
-    if "expandable_segments:true" in allocator.lower().replace(" ", ""):
-        read = read.changed(lambda job: job.replace(allocator=Allocator(expandable_segments=True)))
-    return with_versions(read, options.versions)
+
+
+def _with_allocator(read: Translation, pasted: Pasted) -> Translation:
+    """`read` with expandable segments, if the environment of the launch script asks for them."""
+    setting = "".join(pasted.env.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    if "expandable_segments:true" not in setting.lower().replace(" ", ""):
+        return read
+    return read.changed(lambda job: job.replace(allocator=Allocator(expandable_segments=True)))
 
 
 def _read_as(pasted: Pasted, name: str, found: Sequence[Recognised]) -> str:

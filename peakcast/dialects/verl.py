@@ -56,11 +56,7 @@ def from_verl(pasted: Pasted) -> Translation:
     updates = any(key.startswith(ROLES) for key in values) or "main_ppo" in pasted.program
     inside = f"{ROLES}.actor." if updates else ""
     model = f"{ROLES}.model." if updates else "model."
-    name = pasted.model or settings.text(f"{model}path", settings.text(f"{model}partial_pretrain"))
-    for key in ("path", "partial_pretrain"):
-        settings.given(f"{model}{key}")
-    if not name:
-        raise settings.missing(f"{model}path", "the model's hub id, its folder, or its config.json")
+    name = settings.model(pasted.model, f"{model}path", f"{model}partial_pretrain")
     num_gpus = _gpus(settings, pasted)
     generation = _generation(settings) if updates else None
     training = _training(settings, inside, model, num_gpus, generation)

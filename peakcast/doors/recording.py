@@ -31,6 +31,7 @@ from peakcast.models.recipes.shipped import is_of_release
 from peakcast.timelines.traced import Traced
 
 if TYPE_CHECKING:
+    from peakcast.collectors.measure.recording import WalkRecorder
     from peakcast.models.recipes.recipe import Recipe
 
 VARIABLE, NEVER = "PEAKCAST_RECORD", "never"
@@ -213,11 +214,18 @@ def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
     Raises: CollectorError when the library there cannot run the job on fake tensors.
     """
     from peakcast.collectors.measure.recording import WalkRecorder
+
+    with WalkRecorder(python) as recorder:
+        return record_with(recorder, job)
+
+
+def record_with(recorder: WalkRecorder, job: TrainingJob) -> Recipe:
+    """As `record_recipe`, in the process of `recorder`, which serves several jobs: starting one takes seconds."""
     from peakcast.models.recipes.recipe import recorded, recorded_in_chunks
     from peakcast.models.recipes.regime import chunks_of_loss, point_of, regime
     from peakcast.models.recipes.walk import Walk
 
-    with WalkRecorder(python) as recorder, recorder.of(regime(job)) as library:
+    with recorder.of(regime(job)) as library:
         asked = point_of(job)
         most, images = job.architecture.most_positions, job.images.per_sequence
 

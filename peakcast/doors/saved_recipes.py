@@ -16,7 +16,7 @@ from peakcast.core.errors import CollectorError, SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.own_networks import library_of
 from peakcast.doors.recipe_files import CLOSE, RecipeFile, write
-from peakcast.doors.recording import record_recipe
+from peakcast.doors.recording import record_with
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.recipes.lent import Lent, lending
@@ -69,14 +69,8 @@ def save_recipes(
         raise _not_saved(reason)
     if progress is not None:
         progress(f"recording {job.architecture.name}, to be varied in batch, length and world size")
-    for form in dict.fromkeys((job.batch.form, "masked")) if job.architecture.model_type != UNDESCRIBED else ():
-        asked = job.replace(batch=replace(job.batch, form=form))
-        with suppress(CollectorError):
-            recipe = record_recipe(asked)
-            phases, reason = _proof(seen, asked, recipe)
-            if not reason:
-                other = record_recipe(asked.replace(micro_batch_size=_other_batch(asked)))
-                return _written(path, RecipeFile(command=command, job=asked, recipes=(recipe, other), phases=phases))
+    if job.architecture.model_type != UNDESCRIBED and (saved := _as_transformers_trains(seen)) is not None:
+        return _written(path, saved)
     if progress is not None:
         progress("recording the script's own steps, with batches of other sizes")
     try:
@@ -91,6 +85,24 @@ def save_recipes(
     except CollectorError as error:
         raise _not_saved(str(error).rstrip(".")) from error
     return _written(path, RecipeFile(command=command, own_steps=True, job=job, recipes=tuple(recipes), phases=phases))
+
+
+def _as_transformers_trains(seen: DryrunStep) -> RecipeFile | None:
+    """The recipes of the network as transformers trains it; None if the step that was seen is another one, or transformers
+    cannot run it."""
+    from peakcast.collectors.measure.recording import WalkRecorder
+
+    job = seen.job
+    with WalkRecorder() as recorder:
+        for form in dict.fromkeys((job.batch.form, "masked")):
+            asked = job.replace(batch=replace(job.batch, form=form))
+            with suppress(CollectorError):
+                recipe = record_with(recorder, asked)
+                phases, reason = _proof(seen, asked, recipe)
+                if not reason:
+                    other = record_with(recorder, asked.replace(micro_batch_size=_other_batch(asked)))
+                    return RecipeFile(command=seen.command, job=asked, recipes=(recipe, other), phases=phases)
+    return None
 
 
 def _written(path: Path, saved: RecipeFile) -> RecipeFile:

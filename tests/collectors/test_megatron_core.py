@@ -42,8 +42,14 @@ BASE = {
 CELLS = {
     "alone": ({}, 0),
     "rotary, grouped and gated": ({"architecture": LLAMA}, 0),
+    "rotary, grouped and gated, recomputed": (
+        {"architecture": LLAMA, "activation_checkpointing": {"mode": "full", "num_layers": 1}}, 0
+    ),
     "distributed optimizer": ({"parallelism": {"data_parallel_size": 4, "zero_stage": 1}}, 1),
     "tensor parallel": ({"parallelism": {"tensor_parallel_size": 2}}, 1),
+    "tensor parallel, distributed optimizer": (
+        {"parallelism": {"tensor_parallel_size": 2, "data_parallel_size": 4, "zero_stage": 1}}, 1
+    ),
     "pipeline's first": ({"parallelism": {"pipeline_parallel_size": 2}, "gradient_accumulation_steps": 4}, 0),
     "recomputed": ({"activation_checkpointing": {"mode": "full", "num_layers": 1}}, 0),
     "core attention recomputed": ({"activation_checkpointing": {"mode": "selective"}}, 0),
@@ -87,8 +93,11 @@ with_engine = pytest.mark.skipif(
     reason="Transformer Engine is not installed (pip install --no-deps transformer_engine)",
 )
 CELLS |= ENGINE_CELLS
-LONGEST = ("bf16 gradients", "core attention recomputed", "fp32 softmax")
-"""The grid `agreement-megatron` has them as well."""
+LONGEST = (
+    *("bf16 gradients", "core attention recomputed", "fp32 softmax"),  # which the grid `agreement-megatron` has as well
+    *("rotary, grouped and gated", "recomputed", "distributed optimizer", "tensor parallel"),
+)
+"""Cells whose parts other cells have together."""
 NAMES = [
     pytest.param(name, marks=[with_engine] * (name in ENGINE_CELLS) + [pytest.mark.whole] * (name in LONGEST))
     for name in CELLS

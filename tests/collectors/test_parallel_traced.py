@@ -99,7 +99,7 @@ def test_a_place_in_the_ring_equals_its_trace_phase_by_phase(ledger_equals_trace
             assert closed_form.peak(phase).num_bytes == pytest.approx(trace.peak(phase).num_bytes, rel=1e-3), phase
 
 
-LONGEST = ("zero_bubble_checkpointed", "zero_bubble", "gpipe_with_ddp_and_split", "all_three")
+LONGEST = ("zero_bubble_checkpointed", "zero_bubble", "gpipe_with_ddp_and_split", "all_three", "with_a_ring")
 """Schedules and layouts that the grid `agreement` has as well, or whose parts the other pipelines have."""
 
 

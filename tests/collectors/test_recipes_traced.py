@@ -17,7 +17,7 @@ from peakcast.models.recipes import shelf, shipped
 
 pytest.importorskip("transformers")
 
-EXPERTS = {"model_type": "minimax_m2", "num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 256}
+EXPERTS = {"model_type": "minimax_m2", "num_hidden_layers": 5, "hidden_size": 256, "intermediate_size": 256}
 EXPERTS |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4096}
 EXPERTS |= {"num_local_experts": 8, "num_experts_per_tok": 2}
 FIRST = {"architecture": EXPERTS, "micro_batch_size": 2, "sequence_length": 256, "activation_checkpointing.mode": "full"}

@@ -6,18 +6,9 @@ from dataclasses import replace
 import pytest
 
 from peakcast.dialects.huggingface.job import from_huggingface
+from tests.dialects.test_huggingface import LLAMA
 
-UNSAID = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 512,
-    "vocab_size": 1000,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-}
+UNSAID = {key: value for key, value in LLAMA.items() if key != "torch_dtype"}
 EIGHT_BITS = {"load_in_8bit": True}
 
 

@@ -4,17 +4,7 @@ import pytest
 
 from peakcast.core.errors import SpecError
 from peakcast.dialects.megatron.job import from_megatron
-
-GPT = {
-    "num-layers": 12,
-    "hidden-size": 512,
-    "num-attention-heads": 8,
-    "micro-batch-size": 4,
-    "global-batch-size": 32,
-    "seq-length": 1024,
-    "max-position-embeddings": 1024,
-    "bf16": True,
-}
+from tests.dialects.test_megatron import GPT
 
 
 def job(**arguments):

@@ -25,7 +25,7 @@ def at(batch, length):
 
 @pytest.fixture(scope="module")
 def kept(run_script, tmp_path_factory):
-    """The path of what a dry run of two sequences of 256 tokens keeps."""
+    """The path of what a dry run of two sequences of 256 tokens keeps; it answers as the steps that were seen."""
     path = tmp_path_factory.mktemp("kept") / "llama.json.gz"
     found = run_script(*at(2, 256), save_recipe=path)
     assert not found.not_kept
@@ -34,7 +34,7 @@ def kept(run_script, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(("batch", "length"), [(2, 256), (4, 320), (1, 512)])
+@pytest.mark.parametrize(("batch", "length"), [(4, 320), (1, 512)])
 def test_a_kept_recipe_answers_as_a_dry_run_of_that_batch(kept, run_script, batch, length):
     job = read_recipe_file(kept).job.replace(micro_batch_size=batch, sequence_length=length)
     ours = peakcast.predict(job, "H100-80GB", rank=0, recipe=kept)

@@ -3,6 +3,8 @@ sum of segments is as recorded after every event."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,12 @@ from peakcast.models.allocator.segments import ADDRESS_SPACE_BYTES
 
 FOLDER = Path(__file__).resolve().parents[2] / "datasets" / "published" / "histories"
 FILES = sorted(FOLDER.glob("*.jsonl.gz"))
+FEW = [
+    path
+    for _, files in itertools.groupby(FILES, key=lambda path: path.name.partition("-")[0])
+    for path in sorted(files, key=lambda path: path.stat().st_size)[:3]
+]
+"""The smallest three of each who published some, for every test run; the others run with -m whole."""
 AMONG_EQUALS = {"niuhuangxiaozi-forward-snap-100-baf8.jsonl.gz": 2}
 """With addresses of its own the simulation takes another of two equal blocks here: events until both are the same again."""
 
@@ -32,6 +40,7 @@ def history_of(path: Path) -> History:
     return history
 
 
+@pytest.mark.whole
 def test_every_published_history_is_there():
     histories = [history_of(path) for path in FILES]
     assert len(FILES) == 85
@@ -39,7 +48,11 @@ def test_every_published_history_is_there():
     assert sum(history.settings.expandable_segments for history in histories) == 3
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.whole] * (path not in FEW)) for path in FILES],
+    ids=lambda path: path.name.removesuffix(".jsonl.gz"),
+)
 def test_every_allocation_lands_where_it_did(path):
     history = history_of(path)
     found = replay_history(history)
@@ -68,8 +81,8 @@ def as_run(history: History) -> AllocatorEvents:
     return AllocatorEvents(*columns, peak_requested_bytes=0)
 
 
-def begun_empty() -> list[tuple[str, History]]:
-    histories = [(path.name, history_of(path)) for path in FILES]
+def begun_empty(paths: Iterable[Path]) -> list[tuple[str, History]]:
+    histories = [(path.name, history_of(path)) for path in paths]
     gives_back = (Action.SEGMENT_FREE, Action.LET_GO)
     return [
         (name, each)
@@ -78,11 +91,12 @@ def begun_empty() -> list[tuple[str, History]]:
     ]
 
 
-def test_the_compiled_replay_reserves_as_much_as_was_recorded():
+@pytest.mark.parametrize("paths", [FEW, pytest.param(FILES, marks=pytest.mark.whole)], ids=["few", "all"])
+def test_the_compiled_replay_reserves_as_much_as_was_recorded(paths):
     if allocator.compiled is None:
         pytest.skip("no compiler was there when peakcast was installed")
-    histories = begun_empty()
-    assert len(histories) >= 10
+    histories = begun_empty(paths)
+    assert len(histories) >= (5 if paths is FEW else 10)
     for name, history in histories:
         found = allocator._replay_compiled(as_run(history), history.settings, None, newest_first=True)
         assert found is not None

@@ -60,7 +60,7 @@ def world(seed):
 
 def cells_needed(order, points, values, target=0.4):
     """How many of `order` must be measured before all are known to `target` (their own spread is 1)."""
-    for count in range(4, len(order), 2):
+    for count in range(4, len(order), 4):
         if np.sqrt(np.mean(errors(order[:count], points, values) ** 2)) <= target:
             return count
     return len(order)

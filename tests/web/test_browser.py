@@ -3,13 +3,13 @@
 import gc
 import shutil
 import threading
+from contextlib import contextmanager
 
 import pytest
 
-sync = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
-    pytest.mark.needs("gradio"),
+    pytest.mark.needs("gradio", "playwright"),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)"),
     pytest.mark.filterwarnings("ignore"),  # Gradio's and uvicorn's own
 ]
@@ -39,7 +39,9 @@ def address(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    with sync.sync_playwright() as playwright:
+    from playwright.sync_api import sync_playwright  # takes half a second, which no other tests should wait for
+
+    with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield chromium
         chromium.close()
@@ -53,11 +55,11 @@ def visitor(browser):
     context.close()
 
 
-@pytest.fixture
-def page(request, visitor, address):
+@contextmanager
+def opened(visitor, address, size):
     """A page that has answered its first question; that it asked nobody else is checked at the end."""
     page = visitor.new_page()
-    page.set_viewport_size(SIZES[getattr(request, "param", "desktop")])
+    page.set_viewport_size(SIZES[size])
     outside, faults = [], []
     page.on("request", lambda r: r.url.startswith((address, "data:", "blob:")) or outside.append(r.url))
     page.on("pageerror", lambda error: faults.append(str(error)))
@@ -68,45 +70,70 @@ def page(request, visitor, address):
     page.close()
 
 
+@pytest.fixture
+def phone(visitor, address):
+    """A page of a phone's width, for tests of what lies where; they make it wider at the end. What a page says does not
+    depend on its width."""
+    with opened(visitor, address, "phone") as page:
+        yield page
+
+
+@pytest.fixture
+def fresh(visitor, address):
+    """A page that nothing else was asked: controls that lose the focus may ask again, and be answered late."""
+    with opened(visitor, address, "desktop") as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def page(visitor, address):
+    """A page that tests use one after the other, each with other questions: to load one takes seconds."""
+    with opened(visitor, address, "desktop") as page:
+        yield page
+
+
 def answered(page, words):
     page.wait_for_function("words => document.querySelector('#answer')?.innerText.includes(words)", arg=words)
 
 
-AT_BOTH_WIDTHS = pytest.mark.parametrize("page", SIZES, indirect=True)
-"""For tests of what lies where; what the page says does not depend on its width."""
+def nothing_sticks_out(page):
+    """Whether the page, as it is now, is no wider than the window on a phone and on a desktop."""
+    wider = []
+    for size in SIZES.values():
+        page.set_viewport_size(size)
+        wider.append(page.evaluate("document.documentElement.scrollWidth > window.innerWidth"))
+    return not any(wider)
 
 
-@AT_BOTH_WIDTHS
-def test_layouts_are_searched_and_those_of_another_question_go(page):
-    page.fill("#text textarea", "gpt2")
-    page.click("#predict")
-    answered(page, "gpt2 on ")
-    page.click("#layouts button")
-    page.fill("#spread input", "2")
-    page.click("#search")
-    page.wait_for_selector("#plans table")
-    assert "2 × H100-80GB" in page.inner_text("#plans")
-    assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
-    page.fill("#micro_batch_size input", "2")
-    page.wait_for_function("!document.querySelector('#plans table')")
+def test_layouts_are_searched_and_those_of_another_question_go(phone):
+    phone.fill("#text textarea", "gpt2")
+    phone.click("#predict")
+    answered(phone, "gpt2 on ")
+    phone.click("#layouts button")
+    phone.fill("#spread input", "2")
+    phone.click("#search")
+    phone.wait_for_selector("#plans table")
+    assert "2 × H100-80GB" in phone.inner_text("#plans")
+    assert nothing_sticks_out(phone)
+    phone.fill("#micro_batch_size input", "2")
+    phone.wait_for_function("!document.querySelector('#plans table')")
 
 
-@AT_BOTH_WIDTHS
-def test_a_configuration_is_answered_and_a_knob_moves_the_number(page):
-    page.fill("#text textarea", '{"architecture": "gpt2", "sequence_length": 1024, "micro_batch_size": 8}')
-    assert page.input_value("#checkpointing input") == "as given"  # no knob of the first question holds for this one
-    page.click("#predict")
-    answered(page, "gpt2 on ")
-    page.wait_for_function("document.querySelector('#answer').getBoundingClientRect().top < innerHeight")  # in sight
-    before = page.inner_text("#answer table.bars tbody tr:first-child td")
-    assert page.locator("#timeline svg").count() == 1
-    page.fill("#micro_batch_size input", "16")
-    page.wait_for_function(
+def test_a_configuration_is_answered_and_a_knob_moves_the_number(phone):
+    phone.fill("#text textarea", '{"architecture": "gpt2", "sequence_length": 1024, "micro_batch_size": 8}')
+    assert phone.input_value("#checkpointing input") == "as given"  # no knob of the first question holds for this one
+    phone.click("#predict")
+    answered(phone, "gpt2 on ")
+    phone.wait_for_function("document.querySelector('#answer').getBoundingClientRect().top < innerHeight")  # in sight
+    before = phone.inner_text("#answer table.bars tbody tr:first-child td")
+    assert phone.locator("#timeline svg").count() == 1
+    phone.fill("#micro_batch_size input", "16")
+    phone.wait_for_function(
         "before => document.querySelector('#answer table.bars tbody tr:first-child td').innerText != before", arg=before
     )
-    after = page.inner_text("#answer table.bars tbody tr:first-child td")
+    after = phone.inner_text("#answer table.bars tbody tr:first-child td")
     assert float(after.split()[0]) > float(before.split()[0])
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")  # nothing sticks out
+    assert nothing_sticks_out(phone)
 
 
 def test_the_link_reproduces_the_question(page, browser):
@@ -122,7 +149,7 @@ def test_the_link_reproduces_the_question(page, browser):
     again.close()
 
 
-def test_it_works_with_the_keyboard_alone(page):
+def test_it_works_with_the_keyboard_alone_and_the_verdict_is_announced_to_screen_readers(page):
     page.focus("#text textarea")
     page.keyboard.press("Control+A")
     page.keyboard.type("opt-125m")
@@ -130,6 +157,9 @@ def test_it_works_with_the_keyboard_alone(page):
     assert page.evaluate("document.activeElement.id") == "predict"
     page.keyboard.press("Enter")
     answered(page, "opt-125m on ")
+    page.wait_for_function("document.querySelector('#said').textContent.includes('opt-125m on ')")
+    assert page.get_attribute("#said", "role") == "status"
+    assert page.inner_text("#answer h2") in page.text_content("#said")
 
 
 def test_every_control_has_a_label_and_a_visible_focus(page):
@@ -148,27 +178,18 @@ def test_every_control_has_a_label_and_a_visible_focus(page):
     assert not any(style.endswith("none") for style in seen if not style.startswith("BODY"))
 
 
-def test_the_verdict_is_announced_to_screen_readers(page):
-    page.fill("#text textarea", "gpt2")
-    page.click("#predict")
-    answered(page, "gpt2 on ")
-    page.wait_for_function("document.querySelector('#said').textContent.includes('gpt2 on ')")
-    assert page.get_attribute("#said", "role") == "status"
-    assert page.inner_text("#answer h2") in page.text_content("#said")
-
-
-def test_malformed_or_huge_input_gets_a_message(page):
+def test_malformed_or_huge_input_gets_a_message(fresh):
     for text, words in (
         ("{", "is not valid JSON"),
         ("x" * 300_000, "at most 200,000"),
         ("<img src=x onerror=alert(1)>", "must hold a mapping"),
     ):
-        page.fill("#text textarea", text)
-        page.click("#predict")
-        answered(page, words)
-        assert page.inner_text("#answer h2") == "No answer"
-        assert "Traceback" not in page.inner_text("body")
-        assert page.locator("#answer img").count() == 0
+        fresh.fill("#text textarea", text)
+        fresh.click("#predict")
+        answered(fresh, words)
+        assert fresh.inner_text("#answer h2") == "No answer"
+        assert "Traceback" not in fresh.inner_text("body")
+        assert fresh.locator("#answer img").count() == 0
 
 
 def test_a_cut_link_gets_a_message_and_the_reports_are_one_click_away(page, address):

@@ -52,7 +52,7 @@ def compiled_template(
         backward_labels=second.labels(),
         input_bytes=input_bytes,
         keeps_input=True,
-        asks_late_bytes=0,
+        gradient_bytes_at_first_saved=0,
         saved_bytes=[],
         loss_from=len(first.order),
         output_gradient_used_until=len(second.order),

@@ -39,7 +39,7 @@ def recompute(
     elif not input_held:
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, timeline.now, module)
     # non-reentrant: backward begins, and the first operation that reads a saved tensor starts the recomputation
-    late = template.asks_late_bytes if run.stops_early else 0
+    late = template.gradient_bytes_at_first_saved if run.stops_early else 0
     after_hooks = max(narrowed, late), template.second_output_bytes  # made once the hooks of the layer's backward have run
     for size, since in ((0 if gradient_held else hidden, start), *((size, run.forward_start) for size in after_hooks)):
         timeline.hold("gradient", Category.TEMPORARIES, size, since, recomputed, module)

@@ -105,7 +105,7 @@ def _compiled(job: TrainingJob, convention: Mapping[str, Any]) -> frozenset[str]
 
 
 def _compiles_adapters(job: TrainingJob) -> bool:
-    """Whether a layer that is compiled by itself with its adapters was traced: plain ones, on one GPU."""
+    """Whether traces cover the adapters of a layer that is compiled alone: plain LoRA without autocast, on one GPU."""
     tuning, architecture = job.finetuning, job.architecture
     plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout)
     alone = job.parallelism.world_size == 1 and not conventions(job).get("autocast")
@@ -225,13 +225,13 @@ def _narrows_final_norm(job: TrainingJob) -> bool:
 def first_context(job: TrainingJob, context: HFContext) -> HFContext:
     """`context` for a training's first forward. Without `use_orig_params`, parameters of FSDP1's units become views of the
     gathered tensor only when a unit has been gathered once; until then they are views of the tensor it was built from
-    (torch 2.13 `_flat_param.py`, `_use_unsharded_views`). Recomputed layers use the later views (`found_again`)."""
+    (torch 2.13 `_flat_param.py`, `_use_unsharded_views`). Recomputed layers use the later views (`later_context`)."""
     layout = job.parallelism
     sharded = layout.sharding == "fsdp1" and layout.num_replicas > 1 and job.finetuning.method != "full"
     return _with_adapter_inputs(context, int(DTYPE_BYTES[adapter_dtype(job)])) if sharded else context
 
 
-def found_again(job: TrainingJob, context: HFContext) -> HFContext:
+def later_context(job: TrainingJob, context: HFContext) -> HFContext:
     """`context` for any later forward, or for a recomputation."""
     return _with_adapter_inputs(context, _adapter_input_bytes(job))
 

@@ -26,7 +26,7 @@ from peakcast.models.ledger.huggingface.blocks.t5 import (
     t5_layer,
 )
 from peakcast.models.ledger.huggingface.checkpoint import recompute
-from peakcast.models.ledger.huggingface.contexts import found_again, target_context
+from peakcast.models.ledger.huggingface.contexts import later_context, target_context
 from peakcast.models.ledger.huggingface.model import hold_cast_weights
 from peakcast.models.ledger.parameters.t5 import CROSS, SELF
 from peakcast.models.ledger.tape.marks import Mark
@@ -129,7 +129,7 @@ class _TwoStackMicroBatch:
     read: BlockRun = field(init=False)
     """The encoder's embedding."""
     states: BlockRun = field(init=False)
-    """The end of the encoder, whose output are its states."""
+    """The encoder's last block, whose output is the encoder's states."""
     shifted: int = 0
     """The instant from which the decoder's inputs, the shifted labels, exist."""
     targets: BlockRun = field(init=False)
@@ -204,7 +204,7 @@ def _contexts(context: HFContext, job: TrainingJob, num_layers: int) -> list[HFC
     saved."""
     checkpointed = job.activation_checkpointing.mode != "none"
     if checkpointed:
-        context = replace(found_again(job, context), backward=replace(context.backward, checkpointed=True))
+        context = replace(later_context(job, context), backward=replace(context.backward, checkpointed=True))
     bare = job.finetuning.method != "full" and not checkpointed
     first = replace(context, layer=replace(context.layer, input_requires_grad=not bare))
     return [first, *[context] * (num_layers - 1)]

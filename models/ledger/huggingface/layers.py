@@ -11,7 +11,7 @@ from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.embedding import embedding
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.checkpoint import recompute
-from peakcast.models.ledger.huggingface.contexts import found_again, keeping_matmuls, layer_contexts
+from peakcast.models.ledger.huggingface.contexts import keeping_matmuls, later_context, layer_contexts
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 
@@ -64,7 +64,7 @@ class Blocks:
         key = id(one), self.recomputed[index], input_held
         if key not in self._made:
             if self.recomputed[index]:
-                one = keeping_matmuls(self.job, found_again(self.job, one))
+                one = keeping_matmuls(self.job, later_context(self.job, one))
             if input_held or self.checkpointed[index]:
                 reentrant = self.job.activation_checkpointing.use_reentrant
                 one = replace(one, backward=replace(one.backward, checkpointed=True, reentrant=reentrant))

@@ -34,8 +34,8 @@ def hold_outputs(timeline: Step, job: TrainingJob, context: HFContext, loss: Blo
 
 
 def outputs_made(job: TrainingJob, loss: BlockRun) -> int:
-    """The instant at which a micro-batch's outputs exist, and a loop's variable no longer refers to those of before: after
-    the loss, unless the loop computes it from what the network returns. `loss`: the run of its head."""
+    """The instant at which a micro-batch's outputs exist and the loop's variable drops those of the one before: after the
+    loss, unless the loop computes it from what the network returns. `loss`: the run of its head."""
     outside = conventions(job).get("loss_outside_network")
     return loss.forward_start + (loss.template.loss_from if outside else loss.template.num_forward)
 

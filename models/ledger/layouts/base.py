@@ -129,8 +129,8 @@ class Layout(Hooks):
     different_micro_batches = 2
     """How many micro-batches of a step differ: the first makes the gradients, the last adds to them and may reduce them."""
     first_step: bool | None = False
-    """Whether this is the first step of the training, in which a library may not yet know the order of modules; None: it is
-    any, and what differs between the first and later ones is held by `Step.differs`."""
+    """Whether this is the first step of the training, in which a library may not yet know the order of modules. None: it
+    may be any step, and `Step.differs` holds what only some steps have."""
 
     def __init__(self, tensors: Sequence[StoredTensor]) -> None:
         self.tensors = tensors

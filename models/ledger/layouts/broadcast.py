@@ -25,8 +25,8 @@ def size_buckets(sizes: Sequence[int]) -> list[list[int]]:
 
 
 LAUNCHES_AHEAD = 1024
-"""How many kernels wait in a CUDA stream's queue before a CPU that launches another one has to wait too. Source: NVIDIA
-developer forums 68937 (about 1,000, measured)."""
+"""How many kernels a CUDA stream's queue holds; a CPU that launches one more has to wait. Source: NVIDIA developer forums
+68937 (about 1,000, measured)."""
 LAUNCHES_OF_A_UNIT = 3
 """Launches for a unit besides those of its broadcasts: joining and padding the flat parameter, and copying the rank's
 part."""

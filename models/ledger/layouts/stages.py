@@ -55,7 +55,7 @@ class StagedLayout(Layout):
             self._at_turn.wait(step, phase)
 
     def after_turn(self, step: Step, turns: Sequence[Turn]) -> None:
-        turn, *later = turns  # the stage is done if no later turn is its
+        turn, *later = turns  # the stage is done if no later turn runs it
         if not any(other.chunk == turn.chunk for other in later):
             self.parts[turn.chunk].end_turns(step)
 

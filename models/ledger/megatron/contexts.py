@@ -17,7 +17,6 @@ from peakcast.models.ledger.megatron.blocks.context import (
     AttentionCore,
     CrossEntropyContext,
     EndsContext,
-    ExpertContext,
     FeedForwardContext,
     LatentContext,
     MambaContext,
@@ -26,6 +25,7 @@ from peakcast.models.ledger.megatron.blocks.context import (
     ParallelGroups,
     WeightGradients,
 )
+from peakcast.models.ledger.megatron.blocks.expert_context import ExpertContext, RouterContext
 
 ROUTINGS = ("balanced", "worst_case")
 USUALLY_ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -187,7 +187,6 @@ def expert_context(job: TrainingJob) -> ExpertContext:
     moe, layout, convention = job.architecture.moe, job.parallelism, conventions(job)
     assert moe is not None
     expert_tensor = layout.expert_tensor_parallel_size or layout.tensor_parallel_size
-    dtype = str(convention.get("moe_router_dtype") or "")
     routing = str(convention.get("moe_routing", "balanced"))
     if routing not in ROUTINGS:
         raise SpecError(
@@ -195,10 +194,8 @@ def expert_context(job: TrainingJob) -> ExpertContext:
             parameter="framework_options.moe_routing",
             value=routing,
         )
-    balancing = str(convention.get("moe_router_load_balancing_type", "aux_loss"))
-    groups, chosen = (int(convention.get(f"moe_router_{name}") or 0) for name in ("num_groups", "group_topk"))
-    if not groups or not chosen or chosen * (moe.num_experts // groups) < moe.num_experts_per_tok:
-        groups = chosen = 1
+    grouped, permute_fusion = bool(convention.get("moe_grouped_gemm")), bool(convention.get("moe_permute_fusion"))
+    adds_by_index = bool(convention.get("deterministic_mode")) and bool(convention.get("moe_deterministic_index_add", True))
     return ExpertContext(
         num_experts=moe.num_experts,
         local_experts=moe.num_experts // layout.expert_parallel_size,
@@ -209,32 +206,43 @@ def expert_context(job: TrainingJob) -> ExpertContext:
         expert_parallel_size=layout.expert_parallel_size,
         expert_tensor_parallel_size=expert_tensor,
         dispatcher=_dispatcher(convention),  # type: ignore[arg-type]
-        grouped=bool(convention.get("moe_grouped_gemm")),
-        joined_weights=bool(convention.get("moe_grouped_gemm")) and bool(convention.get("moe_use_legacy_grouped_gemm")),
-        placeholders_anew=bool(convention.get("moe_grouped_gemm"))
-        and not bool(convention.get("cached_grouped_placeholders", True)),
-        permute_fusion=bool(convention.get("moe_permute_fusion")),
-        keeps_expert_output=bool(convention.get("deterministic_mode"))
-        and bool(convention.get("moe_deterministic_index_add", True))
-        and not bool(convention.get("moe_permute_fusion")),
-        router_bytes={"fp32": 4, "fp64": 8}.get(dtype, int(DTYPE_BYTES[job.precision.parameters])),
+        grouped=grouped,
+        joined_weights=grouped and bool(convention.get("moe_use_legacy_grouped_gemm")),
+        placeholders_anew=grouped and not bool(convention.get("cached_grouped_placeholders", True)),
+        permute_fusion=permute_fusion,
+        keeps_expert_output=adds_by_index and not permute_fusion,
+        router=_router(job),
+        capacity_factor=max(0.0, float(convention.get("moe_expert_capacity_factor") or 0)),
+        pad_to_capacity=bool(convention.get("moe_pad_expert_input_to_capacity")),
+        fused_weighted_activation=_fused_weighted_activation(job),
+        worst_case=routing == "worst_case",
+        recompute_layer=bool(convention.get("moe_layer_recompute")) or recomputes(job, "moe"),
+        recompute_activation=recomputes(job, "moe_act"),
+        recompute_shared=recomputes(job, "shared_experts"),
+        overlap_shared=bool(convention.get("moe_shared_expert_overlap")),
+    )
+
+
+def _router(job: TrainingJob) -> RouterContext:
+    """The router of `job`'s experts."""
+    moe, convention = job.architecture.moe, conventions(job)
+    assert moe is not None
+    dtype = str(convention.get("moe_router_dtype") or "")
+    balancing = str(convention.get("moe_router_load_balancing_type", "aux_loss"))
+    groups, chosen = (int(convention.get(f"moe_router_{name}") or 0) for name in ("num_groups", "group_topk"))
+    if not groups or not chosen or chosen * (moe.num_experts // groups) < moe.num_experts_per_tok:
+        groups = chosen = 1
+    return RouterContext(
+        element_bytes={"fp32": 4, "fp64": 8}.get(dtype, int(DTYPE_BYTES[job.precision.parameters])),
         sinkhorn=balancing == "sinkhorn",
         aux_loss="aux_loss" in balancing and float(convention.get("moe_aux_loss_coeff") or 0) > 0,
         z_loss=bool(convention.get("moe_z_loss_coeff")),
         score_function=str(convention.get("moe_router_score_function", "softmax")),  # type: ignore[arg-type]
         pre_softmax=bool(convention.get("moe_router_pre_softmax")),
         expert_bias=moe.router_correction_bias,
-        router_fusion=bool(convention.get("moe_router_fusion")),
-        capacity_factor=max(0.0, float(convention.get("moe_expert_capacity_factor") or 0)),
-        pad_to_capacity=bool(convention.get("moe_pad_expert_input_to_capacity")),
-        fused_weighted_activation=_fused_weighted_activation(job),
-        router_groups=groups,
+        fusion=bool(convention.get("moe_router_fusion")),
+        groups=groups,
         chosen_groups=chosen,
-        worst_case=routing == "worst_case",
-        recompute_layer=bool(convention.get("moe_layer_recompute")) or recomputes(job, "moe"),
-        recompute_activation=recomputes(job, "moe_act"),
-        recompute_shared=recomputes(job, "shared_experts"),
-        overlap_shared=bool(convention.get("moe_shared_expert_overlap")),
     )
 
 

@@ -15,11 +15,11 @@ from functools import cache, lru_cache
 from peakcast.models.ledger.layouts.pipeline import Chunk
 from peakcast.models.ledger.megatron.blocks.context import (
     AdapterContext,
-    ExpertContext,
     LatentContext,
     MambaContext,
     MegatronContext,
 )
+from peakcast.models.ledger.megatron.blocks.expert_context import ExpertContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,7 @@ class _Network:
             backward_marks=_head_marks(walk.labels[backward]) if place == walk.num_places - 1 else {},
             input_bytes=0,
             keeps_input=False,
-            asks_late_bytes=0,
+            gradient_bytes_at_first_saved=0,
             saved_bytes=[],
             loss_from=len(phases) if loss < 0 else loss,
             output_gradient_used_until=len(walk.phases[backward]),

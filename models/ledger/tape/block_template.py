@@ -44,7 +44,7 @@ def block_template(
         backward_labels=[operation.name for operation in backward],
         input_bytes=_input_bytes(block),
         keeps_input=block.input is not None and block.input.storage.last_saver is not None,
-        asks_late_bytes=_asks_late_bytes(block, rows),
+        gradient_bytes_at_first_saved=_gradient_bytes_at_first_saved(block, rows),
         saved_bytes=[size for operation in backward for size in operation.saved_bytes if size],
         graph_bytes=[storage.num_bytes for storage in block.storages if storage.of_graph],
         loss_from=block.loss_from,
@@ -72,7 +72,7 @@ def _backward_marks(block: TapedBlock) -> dict[Mark, list[int]]:
     return {mark: found for mark, found in marks if found}
 
 
-def _asks_late_bytes(block: TapedBlock, rows: Sequence[Row]) -> int:
+def _gradient_bytes_at_first_saved(block: TapedBlock, rows: Sequence[Row]) -> int:
     """Bytes of the block's own gradients that exist when backward first reads a saved tensor."""
     asks = next((instant for instant, index in enumerate(block.order) if any(block.operations[index].saved_bytes)), 0)
     own = (row for row in rows if row.born_backward and row.name != OUTPUT_GRADIENT)
@@ -80,8 +80,8 @@ def _asks_late_bytes(block: TapedBlock, rows: Sequence[Row]) -> int:
 
 
 def second_half(block: TapedBlock, waiting: Sequence[Waiting]) -> Later:
-    """The second half of a split backward: a template for each operation with weights, of an instant in which it makes
-    their gradients; and the tensors that wait for it."""
+    """The second half of a split backward: for each operation with weights, a template of one instant that makes their
+    gradients; and the tensors that live until then."""
     weights = tuple(_weights_template(block, block.operations[index]) for index in block.turns)
     return Later(weights, tuple(replace(one, num_bytes=round_up(one.num_bytes, MIN_BLOCK_BYTES)) for one in waiting))
 
@@ -97,7 +97,7 @@ def _weights_template(block: TapedBlock, operation: Operation) -> Template:
         backward_labels=[operation.name],
         input_bytes=_input_bytes(block),
         keeps_input=False,
-        asks_late_bytes=0,
+        gradient_bytes_at_first_saved=0,
         saved_bytes=[],
         loss_from=0,
         output_gradient_used_until=1,

@@ -1,4 +1,4 @@
-"""Tensors and their lifetimes as columns of an array, for what a step holds apart from its blocks."""
+"""Tensors and their lifetimes as columns of an array, for the tensors of a step that belong to no block."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RecordedColumns:
 
 
 def tensors_held(tensors: Iterable[tuple[str, str, int]], category: int, born: int, dies: int) -> npt.NDArray[np.int64]:
-    """The columns of (name, module, bytes) of tensors, of one category with one life, rounded as the allocator does; those
-    without bytes are none."""
+    """The columns of (name, module, bytes) of tensors that share a category and a lifetime, rounded as the allocator does;
+    tensors without bytes are left out."""
     rows = [row for row in tensors if row[2] > 0]
     columns = np.array([0, 0, category, 0, born, dies, 0, 0]).repeat(len(rows)).reshape(WIDTH, len(rows))
     if rows:

@@ -49,14 +49,14 @@ class Storage:
         self.category = int(category)
         self.born = born
         self.last_read = born
-        self.last_saver: int | None = None  # of the operations that save it the first in forward, whose backward comes last
+        self.last_saver: int | None = None  # the first operation that saves it; that one's backward comes last
         self.of_graph = False  # an attribute of a graph node, not a saved tensor: it lives as long as the graph
         self.stream = stream
         self.made_again: int | None = None  # after this operation it is freed; the backward of the same one recomputes it
-        self.copied_until: int | None = None  # if so: the backward of this operation frees a second copy and the gradient
-        self.leaf_for: int | None = None  # it is also a leaf, never offloaded, until the backward of this operation is done
+        self.copied_until: int | None = None  # if recomputed: this one's backward frees a copy and its gradient
+        self.leaf_for: int | None = None  # it is a leaf, on the GPU even if offloaded, until this one's backward is done
         self.on_host: tuple[HostCopy, ...] = ()  # its copies on the host, for operations that do not keep it on the GPU
-        self.stays_for: int | None = None  # if it has such copies: the first operation that keeps it on the GPU too
+        self.stays_for: int | None = None  # if it has such copies: the first operation that also keeps it on the GPU
 
 
 class Tensor:
@@ -173,7 +173,7 @@ class Operation:
     saved_bytes: Sequence[int] = ()
     """Sizes of all tensors that autograd saves for it, parameters too."""
     keeps_results: bool = False
-    """Whether a tensor that it saves exists only after it has run: its output, one that it makes beside that or, for a
+    """Whether a tensor that it saves exists only after it has run: its output, another tensor that it makes or, for a
     `torch.autograd.Function`, any."""
     gradients_stream: int = 0
 

@@ -31,8 +31,8 @@ def weight_turns(operations: Sequence[Operation], norms: Collection[int]) -> dic
 
 def waits_until(savers: Collection[int], turns: Mapping[int, int]) -> tuple[int | None, int]:
     """`Waiting.until` and `Waiting.until_on_top` of a tensor that the operations `savers` save. An operation with a weight
-    frees its saved tensors when it has run; one without a weight, when the weights of all operations above it have their
-    gradients."""
+    frees its saved tensors when its turn in the second half is over. One without a weight frees them when the weights of
+    all operations after it in forward have their gradients."""
     held = [
         turns[saver] if saver in turns else max((turn for one, turn in turns.items() if one > saver), default=INPUTS_DONE)
         for saver in savers

@@ -271,8 +271,8 @@ class Step:
         self._gather().append(tensors_held(tensors, int(category), born, dies))
 
     def record(self) -> RecordedColumns:
-        """What this step holds and runs, apart from blocks, to be repeated with `run_again`. Instant 0 stands for the
-        beginning of any step; the further instants are added where it is repeated."""
+        """What this step holds and runs outside of blocks, for `run_again` on another step. Instant 0 is the beginning of
+        any step; later instants are shifted to where it is repeated."""
         columns = np.concatenate([np.zeros((WIDTH, 0), np.int64), *self._gather()], axis=1)
         return RecordedColumns(columns, phases=bytes(self.phases[1:]), labels=tuple(self.labels[1:]))
 

@@ -52,7 +52,7 @@ class SelectiveCheckpoint:
 
 def num_recomputed(block: TapedBlock) -> int:
     """How many forward instants a recomputation runs, until the last saved tensor exists. Inputs are saved before an
-    operation runs; its output, and what it makes beside that, after (torch tools/autograd/gen_variable_type.py)."""
+    operation runs, its output and other tensors that it makes after it (torch tools/autograd/gen_variable_type.py)."""
     last = max((index for index in block.order if any(block.operations[index].saved_bytes)), default=-1)
     return last + (last >= 0 and block.operations[last].keeps_results)
 

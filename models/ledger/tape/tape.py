@@ -165,7 +165,8 @@ class Tape:
         ]
 
     def _save(self, name: str, saved: Saved, made: Output, aside: Sequence[int]) -> None:
-        """Note the inputs that the next operation saves, and make what it saves beside them, `aside` on the side stream."""
+        """Record that the next operation saves inputs, and make the other tensors that it saves: `extra_bytes` on the
+        computing stream, `aside` on the side stream."""
         index = len(self._operations)
         for tensor in saved.inputs:
             self._keep(tensor.storage, index)

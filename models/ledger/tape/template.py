@@ -179,7 +179,7 @@ class Template(Columns):
     input_bytes: int
     keeps_input: bool
     """Whether autograd saves the block's input."""
-    asks_late_bytes: int
+    gradient_bytes_at_first_saved: int
     """Bytes of the gradients that exist when backward first reads a saved tensor."""
     saved_bytes: list[int]
     """Sizes of the saved tensors, parameters too. A tensor that several operations save is listed once for each."""

@@ -24,7 +24,7 @@ from peakcast.dialects.common.translation import (
     speller,
     states_direction,
 )
-from peakcast.dialects.huggingface.accelerate import launcher_beside, refuse_twice
+from peakcast.dialects.huggingface.accelerate import launcher_with_engine, refuse_twice
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.jobs.conventions import conventions
@@ -36,18 +36,12 @@ def from_axolotl(pasted: Pasted) -> Translation:
     notes = Notes()
     settings = Settings(pasted.values, notes, "axolotl")
     training = renamed(settings, keys.TRAINING)
-    if (where := str(training.get("activation_offloading")).lower()) in keys.OFFLOADED:
-        training["activation_offloading"] = True
-        notes.assumptions.append(f"activation_offloading={where!r} is treated as true: activations move to host memory.")
     _batch(settings, training)
     method = settings.text("rl", "reward" if settings.switch("reward_model") else "sft").lower()
     generation = _generation(settings) if method == "grpo" else None
     if generation is not None:
         training["max_length"] = generation.sequence_length
-    named = settings.text("base_model")
-    model = pasted.model or named
-    if not model:
-        raise settings.missing("base_model", "the model's hub id, its folder, or its config.json")
+    model = settings.model(pasted.model, "base_model")
     refuse_teacher(settings, "gkd_teacher")
     _precision(settings, training)
     _memory(settings, training)
@@ -94,8 +88,6 @@ def _batch(settings: Settings, training: dict[str, Any]) -> None:
 def _strategy(settings: Settings, training: dict[str, Any], pasted: Pasted) -> dict[str, Any]:
     """How the run is divided over GPUs: the arguments `deepspeed`, `fsdp` and `num_gpus` of `from_huggingface`, from this
     file or from the launcher's beside it."""
-    engine = settings.raw("deepspeed")
-    deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
     training["fsdp"] = list(settings.words("fsdp")) or None
     fsdp = settings.raw("fsdp_config")
     if fsdp and not isinstance(fsdp, Mapping):
@@ -103,13 +95,12 @@ def _strategy(settings: Settings, training: dict[str, Any], pasted: Pasted) -> d
     version = settings.integer("fsdp_version")
     if fsdp and version:
         fsdp = {"fsdp_version": version, **fsdp}
-    launcher = launcher_beside(pasted, settings.notes)
+    launcher = launcher_with_engine(pasted, settings)
     refuse_twice(fsdp or None, launcher.fsdp, "fsdp_config", pasted.where)
-    refuse_twice(deepspeed, launcher.deepspeed, "deepspeed", pasted.where)
     if launcher.mesh:
         training["parallelism_config"] = launcher.mesh
     return {
-        "deepspeed": deepspeed if deepspeed is not None else launcher.deepspeed,
+        "deepspeed": launcher.deepspeed,
         "fsdp": fsdp or launcher.fsdp,
         "num_gpus": launcher.gpus(pasted, settings.notes, ranks_of(settings, _mesh(settings))),
     }
@@ -188,7 +179,13 @@ def _precision(settings: Settings, training: dict[str, Any]) -> None:
 
 
 def _memory(settings: Settings, training: dict[str, Any]) -> None:
-    """Attention, checkpointing, the loss, and the optimizer."""
+    """Attention, checkpointing, offloading, the loss, and the optimizer."""
+    if (where := str(training.get("activation_offloading")).lower()) in keys.OFFLOADED:
+        training["activation_offloading"] = True
+        settings.notes.assumptions.append(
+            f"activation_offloading={where!r} is treated as true: activations move to host memory."
+        )
+    _optimizer_and_loss(settings, training)
     used = [name for key, name in keys.ATTENTION.items() if settings.switch(key)]
     named = settings.text("attn_implementation", settings.text("attention", used[0] if used else ""))
     if named:
@@ -208,6 +205,9 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     if settings.text("torch_compile").lower() == "auto":
         training["torch_compile"] = False
         settings.notes.assumptions.append("torch_compile=auto is treated as off.")
+
+
+def _optimizer_and_loss(settings: Settings, training: dict[str, Any]) -> None:
     optimizer = settings.text("optimizer", "adamw_torch_fused")
     if not settings.given("optimizer"):
         settings.notes.assumptions.append(f"optimizer is not given; the default of axolotl is {optimizer}.")
@@ -292,5 +292,4 @@ def _rest(settings: Settings) -> None:
             )
     for key in (*keys.READ_LATER, *keys.MESH.values()):
         settings.given(key)
-    for key in settings.left():
-        (settings.notes.ignored if key in keys.IGNORED else settings.notes.unknown).append(key)
+    settings.note_left(keys.IGNORED)

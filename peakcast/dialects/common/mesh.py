@@ -99,8 +99,7 @@ def of_training(job: TrainingJob, mesh: Mapping[str, object], notes: Notes) -> T
     if settings.text("cp_comm_strategy", "allgather") == "alltoall" and job.parallelism.context_parallel_size > 1:
         options = FrozenMapping({**job.framework_options, "context_parallel_rotation": "alltoall"})
         job = job.replace(framework_options=options)
-    for key in settings.left():
-        (notes.ignored if key in IGNORED else notes.unknown).append(settings.spell(key))
+    settings.note_left(IGNORED)
     return job
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -227,10 +227,21 @@ class Settings:
         """The keys that have not been read."""
         return sorted(set(self._values) - self._read)
 
-    def note_left(self, ignored: re.Pattern[str]) -> None:
-        """Note the keys that have not been read: as ignored if `ignored` matches the whole name, else as unknown."""
+    def note_left(self, *ignored: re.Pattern[str] | Container[str]) -> None:
+        """Note the keys that have not been read, as the user wrote them: as ignored if one of `ignored` contains the key or
+        matches all of it, else as unknown."""
         for key in self.left():
-            (self.notes.ignored if ignored.fullmatch(key) else self.notes.unknown).append(key)
+            known = any(key_is_in(names, key) for names in ignored)
+            (self.notes.ignored if known else self.notes.unknown).append(self.spell(key))
+
+    def model(self, asked: Any, *keys: str, what: str = "the model's hub id, its folder, or its config.json") -> Any:
+        """The network: `asked` if the question gives one, else the first of `keys` that has a value. All of them count as
+        read. Raises: SpecError naming the first key, with `what` it takes, if there is none."""
+        found = asked or next(filter(None, map(self.text, keys)), None)
+        if not found:
+            raise self.missing(keys[0], what)
+        self._read.update(keys)
+        return found
 
     def missing(self, key: str, what: str) -> SpecError:
         """The error for the required `key`, which is not given; `what` it says."""
@@ -304,6 +315,28 @@ def note_unsupported(settings: Settings, names: Mapping[str, str]) -> None:
             found.setdefault(what, []).append(settings.spell(key))
     for what, keys in found.items():
         settings.notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({', '.join(keys)}) is not modelled.", keys[0])
+
+
+def note_numbers(settings: Settings, names: Mapping[str, str], direction: Direction = "either") -> None:
+    """Note the keys of `names` whose number is not 0, by the names given there. `direction`: as for `Said.append`."""
+    for key, what in names.items():
+        if settings.number(key, 0):
+            settings.notes.unsupported.append(f"{what} ({key}) is not modelled.", key, direction)
+
+
+def note_widened_ends(notes: Notes) -> None:
+    """Note what peft does to quantised weights before training, which is not modelled."""
+    notes.unsupported.append(
+        "peft's prepare_model_for_kbit_training widens the embedding and the head to float32, which is not modelled: 2 "
+        "bytes more for each of their parameters.",
+        "use_qlora",
+        "more",
+    )
+
+
+def key_is_in(names: re.Pattern[str] | Container[str], key: str) -> bool:
+    """Whether `names` is a pattern that matches all of `key`, or contains it."""
+    return names.fullmatch(key) is not None if isinstance(names, re.Pattern) else key in names
 
 
 def speller(*names: Mapping[str, str]) -> Callable[[str], str]:

@@ -7,7 +7,7 @@ FullyShardedDataParallelPlugin).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peakcast.core.errors import SpecError
@@ -90,8 +90,7 @@ def launcher_of(values: Mapping[str, Any], pasted: Pasted, notes: Notes) -> Laun
         sentence = f"accelerate's own compilation (dynamo_backend={backend}) is not modelled."
         notes.unsupported.append(sentence, "dynamo_config.dynamo_backend")
     settings.raw("deepspeed_config")
-    for key in settings.left():
-        (notes.ignored if key in _IGNORED else notes.unknown).append(key)
+    settings.note_left(_IGNORED)
     return Launcher(
         num_gpus=num_gpus,
         deepspeed=deepspeed,
@@ -107,6 +106,18 @@ def launcher_beside(pasted: Pasted, notes: Notes) -> Launcher:
         return Launcher()
     pasted.used.add("accelerate")
     return launcher_of(pasted.companions["accelerate"], pasted, notes)
+
+
+def launcher_with_engine(pasted: Pasted, settings: Settings) -> Launcher:
+    """The launcher's settings, with the DeepSpeed configuration that the project's own key `deepspeed` names.
+
+    Raises: SpecError if both give one.
+    """
+    engine = settings.raw("deepspeed")
+    deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
+    launcher = launcher_beside(pasted, settings.notes)
+    refuse_twice(deepspeed, launcher.deepspeed, "deepspeed", pasted.where)
+    return launcher if deepspeed is None else replace(launcher, deepspeed=deepspeed)
 
 
 def of_flags(flags: Mapping[str, Any]) -> dict[str, Any]:

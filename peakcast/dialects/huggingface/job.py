@@ -350,10 +350,8 @@ def _account_for_the_rest(run: _Run) -> None:
         (engine, keys.IGNORED_DEEPSPEED),
         (run.shards, keys.IGNORED_FSDP),
     ):
-        if settings is None:
-            continue
-        for key in settings.left():
-            (notes.ignored if key in ignored else notes.unknown).append(settings.spell(key))
+        if settings is not None:
+            settings.note_left(ignored)
 
 
 def _account_for_the_engine(notes: Notes, engine: Settings) -> None:

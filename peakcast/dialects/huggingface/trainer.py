@@ -155,17 +155,7 @@ def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Transla
 def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Whose) -> Translation:
     notes = Notes()
     training = {key: value for key, value in parts.get("training", {}).items() if value is not None}
-    if whose.rests_on:
-        notes.assumptions.append(f"the training arguments are {whose.rests_on}.")
-    if whose.trl:
-        take_trl_defaults(training, pasted.versions.of("huggingface"), notes)
-    else:
-        _take_examples_defaults(pasted, training, notes)
-    if whose.trl and not {"dtype", "torch_dtype"} & set(training) and "hf_config" not in parts:
-        training["torch_dtype"] = "float32"  # trl 1.16 trainer/utils.py create_model_from_path, trainer/model_config.py
-        notes.assumptions.append("dtype is not given; trl loads weights in float32 (dtype: bfloat16 halves them).")
-    if "hf_config" in parts:
-        _leave_dtype_to_network(training)
+    _take_defaults(pasted, parts, training, whose, notes)
     model = _model(pasted, parts, training)
     if isinstance(training.get("fsdp_config"), str):
         training["fsdp_config"] = pasted.file(training["fsdp_config"], "fsdp", "fsdp_config")
@@ -179,14 +169,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     generation = _generation(training, notes, method) if METHODS.get(method, METHODS["sft"]).kind == "grpo" else None
     _note_loss(training, method, notes)
     _note_images(training, notes)
-    if launcher.mixed_precision == "fp8" and launcher.fsdp is None:
-        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
-    if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):
-        training[launcher.mixed_precision] = True
-    processes = Settings({"num_processes": training.pop("num_processes", None)}, notes, "trl").integer("num_processes")
-    if launcher.num_gpus is None and processes:  # trl's recipes have `num_processes` in the same file
-        launcher = replace(launcher, num_gpus=processes)
-    num_gpus = launcher.gpus(pasted, notes)
+    num_gpus = _take_from_launcher(launcher, pasted, training, notes)
     _drop(training, notes, lambda key: bool(_SCRIPT.fullmatch(key)))
     _drop(training, notes, lambda key: bool(OF_EXAMPLES.fullmatch(key)) and key not in ("block_size", "config_overrides"))
     precomputed = Settings(training, notes, "trl").switch("precompute_ref_log_probs")
@@ -194,8 +177,6 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     _drop(training, notes, of_methods.__contains__)
     if training.get("packing") is True and whose.trl:
         training.setdefault("packing_strategy", "bfd")  # since trl 0.18
-    if launcher.mesh:
-        training.setdefault("parallelism_config", launcher.mesh)
     versions = pasted.versions.of("huggingface")
     translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus, versions=versions)
     job = notes.include(translation)
@@ -209,6 +190,37 @@ def _as_trl_makes(adapter: Mapping[str, Any] | None, deepspeed: Mapping[str, Any
     zero = (deepspeed or {}).get("zero_optimization")
     of_stage_3 = isinstance(zero, Mapping) and str(zero.get("stage")) == "3"
     return {**adapter, "autocast_adapter_dtype": False} if adapter is not None and of_stage_3 else adapter
+
+
+def _take_defaults(
+    pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any], whose: Whose, notes: Notes
+) -> None:
+    """Put into `training` the defaults of the program that the arguments are for, with notes."""
+    if whose.rests_on:
+        notes.assumptions.append(f"the training arguments are {whose.rests_on}.")
+    if whose.trl:
+        take_trl_defaults(training, pasted.versions.of("huggingface"), notes)
+    else:
+        _take_examples_defaults(pasted, training, notes)
+    if "hf_config" in parts:
+        _leave_dtype_to_network(training)
+    elif whose.trl and not {"dtype", "torch_dtype"} & set(training):
+        training["torch_dtype"] = "float32"  # trl 1.16 trainer/utils.py create_model_from_path, trainer/model_config.py
+        notes.assumptions.append("dtype is not given; trl loads weights in float32 (dtype: bfloat16 halves them).")
+
+
+def _take_from_launcher(launcher: Launcher, pasted: Pasted, training: dict[str, Any], notes: Notes) -> int:
+    """Put the launcher's precision and mesh into `training`. Returns the number of GPUs."""
+    if launcher.mixed_precision == "fp8" and launcher.fsdp is None:
+        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
+    if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):
+        training[launcher.mixed_precision] = True
+    if launcher.mesh:
+        training.setdefault("parallelism_config", launcher.mesh)
+    processes = Settings({"num_processes": training.pop("num_processes", None)}, notes, "trl").integer("num_processes")
+    if launcher.num_gpus is None and processes:  # trl's recipes have `num_processes` in the same file
+        launcher = replace(launcher, num_gpus=processes)
+    return launcher.gpus(pasted, notes)
 
 
 def _leave_dtype_to_network(training: dict[str, Any]) -> None:

@@ -64,13 +64,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
     # pretrain.py: FSDPStrategy with HYBRID_SHARD and no checkpoints, a compiled network, a fused optimizer
     several = num_gpus > 1
     checkpoints = several and not pretrains
-    if several:
-        recipe = "compiles the network and keeps activations" if pretrains else "checkpoints each block"
-        notes.assumptions.append(f"on several GPUs LitGPT shards by FSDP and {recipe}.")
-    if pretrains and (settings.integer("num_nodes", 1) or 1) > 1:
-        notes.unsupported.append(
-            "LitGPT's pretraining shards within a node (HYBRID_SHARD); sharding over all is assumed.", "strategy", "more"
-        )
+    _note_strategy(settings, pretrains=pretrains, several=several)
     if finetuning.method == "full":  # one matrix for queries, keys, values; LoRA names its parts separately
         architecture = replace(architecture, fused_qkv=True)
     precision = _precision(settings)
@@ -100,6 +94,17 @@ def from_litgpt(pasted: Pasted) -> Translation:
     )
     settings.note_left(IGNORED)
     return notes.finish(job)
+
+
+def _note_strategy(settings: Settings, *, pretrains: bool, several: bool) -> None:
+    """Say how LitGPT uses several GPUs, and what of it is not modelled."""
+    if several:
+        recipe = "compiles the network and keeps activations" if pretrains else "checkpoints each block"
+        settings.notes.assumptions.append(f"on several GPUs LitGPT shards by FSDP and {recipe}.")
+    if pretrains and (settings.integer("num_nodes", 1) or 1) > 1:
+        settings.notes.unsupported.append(
+            "LitGPT's pretraining shards within a node (HYBRID_SHARD); sharding over all is assumed.", "strategy", "more"
+        )
 
 
 def _length(settings: Settings, longest: int, *, pretrains: bool) -> int:

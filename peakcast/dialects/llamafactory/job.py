@@ -25,7 +25,7 @@ from peakcast.dialects.common.translation import (
     speller,
     words,
 )
-from peakcast.dialects.huggingface.accelerate import launcher_beside, refuse_twice
+from peakcast.dialects.huggingface.accelerate import launcher_with_engine
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.jobs.spec import Optimizer, TrainingJob
@@ -119,16 +119,10 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     _refuse_what_trains_nothing(settings)
     training = renamed(settings, TRAINING)
     _batch(settings, training)
-    named = settings.text("model_name_or_path")
-    model = pasted.model or named
-    if not model:
-        raise settings.missing("model_name_or_path", "the model's hub id, its folder, or its config.json")
+    model = settings.model(pasted.model, "model_name_or_path")
     kind = _finetuning_type(settings)
-    engine = settings.raw("deepspeed")
-    deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
-    launcher = launcher_beside(pasted, notes)
-    refuse_twice(deepspeed, launcher.deepspeed, "deepspeed", pasted.where)
-    deepspeed = deepspeed if deepspeed is not None else launcher.deepspeed
+    launcher = launcher_with_engine(pasted, settings)
+    deepspeed = launcher.deepspeed
     sharded = _sharded(deepspeed) or bool(settings.raw("fsdp")) or launcher.fsdp is not None
     adapters = {"lora": _lora, "oft": _oft}
     adapter = _adapter(settings, training, adapters[kind](settings)) if kind in adapters else None
@@ -154,10 +148,6 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     for key, optimizer in OWN_OPTIMIZERS.items():
         if settings.switch(key):
             translation = translation.changed(partial(TrainingJob.replace, optimizer=optimizer))
-    if stage == "rm":  # train/rm/trainer.py: adds a value head; keeps every layer's hidden states
-        raise settings.refuse(
-            "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
-        )
     who = f"LLaMA-Factory (train/{stage}/trainer.py)"
     job = with_shared_sequences(notes.include(translation), settings, "sequence_parallel_size", "cp_size")
     return notes.finish(with_method(job, stage, "stage", notes, whole_logits=who, log_softmax=True))
@@ -210,9 +200,11 @@ def _stage(settings: Settings) -> str:
     """What kind of training it is. ORPO and SimPO are losses of the stage dpo."""
     stage = settings.text("stage", "sft")
     preference = settings.one_of("pref_loss", "sigmoid", PREFERENCES)
-    if stage == "dpo" and preference in ("orpo", "simpo"):
-        stage = preference
-    return stage
+    if stage == "rm":  # train/rm/trainer.py: adds a value head; keeps every layer's hidden states
+        raise settings.refuse(
+            "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
+        )
+    return preference if stage == "dpo" and preference in ("orpo", "simpo") else stage
 
 
 def _sharded(deepspeed: Any) -> bool:
@@ -337,5 +329,4 @@ def _rest(settings: Settings) -> None:
     note_unsupported(settings, UNSUPPORTED)
     for key in ("gradient_checkpointing", "lora_target", "sequence_parallel_size", "cp_size"):
         settings.given(key)
-    for key in settings.left():
-        (settings.notes.ignored if key in IGNORED else settings.notes.unknown).append(key)
+    settings.note_left(IGNORED)

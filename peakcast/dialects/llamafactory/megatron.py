@@ -12,7 +12,7 @@ from typing import Any
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import resolve_architecture
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported
+from peakcast.dialects.common.translation import Notes, Settings, Translation, note_numbers, note_unsupported
 from peakcast.dialects.llamafactory.job import IGNORED
 from peakcast.dialects.megatron.adapters import AdapterKeys, with_adapters
 from peakcast.jobs.architecture import Architecture
@@ -64,13 +64,9 @@ def from_llamafactory_megatron(pasted: Pasted) -> Translation:
     if settings.text("stage", "sft") not in ("sft", "pt"):
         raise settings.refuse("stage", "is not modelled with Megatron; sft and pt are")
     layout = _layout(settings, architecture, pasted)
-    options = {option: settings.switch(key) for option, key in SWITCHES.items()}
-    texts = {name: settings.text(name, default) for name, default in TEXTS.items()}
-    numbers = {name: settings.number(name, default) for name, default in NUMBERS.items()}
+    options = _options(settings)
     note_unsupported(settings, UNSUPPORTED)
-    for key, what in COUNTED.items():
-        if settings.number(key, 0):
-            notes.unsupported.append(f"{what} ({key}) is not modelled.", key)
+    note_numbers(settings, COUNTED)
     job = TrainingJob(
         architecture=architecture,
         framework="megatron",
@@ -87,24 +83,36 @@ def from_llamafactory_megatron(pasted: Pasted) -> Translation:
         offload=Offload(optimizer=settings.switch("optimizer_cpu_offload")),
     )
     known: Mapping[str, Any] = conventions(job)
-    values = {**options, **texts, **numbers}
-    job = job.replace(framework_options=FrozenMapping({key: value for key, value in values.items() if known[key] != value}))
+    own = {key: value for key, value in options.items() if known[key] != value}
+    job = job.replace(framework_options=FrozenMapping(own))
     check_framework_options(job)
     if method == "lora":
-        job = with_adapters(job, settings, ADAPTERS, "mcore_bridge")
-        if layout.sequence_parallel:
-            notes.unsupported.append(
-                "mcore_adapter gathers the inputs of adapters and keeps them whole under sequence parallelism, which is "
-                "not counted.",
-                "finetuning_type",
-                "more",
-            )
+        job = _with_lora(job, settings)
     notes.assumptions.append(
         "mcore_adapter's defaults hold (fusions only where asked for), and Megatron-LM's where it has none."
     )
-    for key in settings.left():
-        (notes.ignored if key in IGNORED else notes.unknown).append(key)
+    settings.note_left(IGNORED)
     return notes.finish(job)
+
+
+def _options(settings: Settings) -> dict[str, Any]:
+    """The framework options, by name: those of the file, else mcore_adapter's defaults."""
+    return {
+        **{option: settings.switch(key) for option, key in SWITCHES.items()},
+        **{name: settings.text(name, default) for name, default in TEXTS.items()},
+        **{name: settings.number(name, default) for name, default in NUMBERS.items()},
+    }
+
+
+def _with_lora(job: TrainingJob, settings: Settings) -> TrainingJob:
+    if job.parallelism.sequence_parallel:
+        settings.notes.unsupported.append(
+            "mcore_adapter gathers the inputs of adapters and keeps them whole under sequence parallelism, which is not "
+            "counted.",
+            "finetuning_type",
+            "more",
+        )
+    return with_adapters(job, settings, ADAPTERS, "mcore_bridge")
 
 
 def _layout(settings: Settings, architecture: Architecture, pasted: Pasted) -> Parallelism:

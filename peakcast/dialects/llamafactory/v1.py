@@ -36,11 +36,7 @@ def from_llamafactory_v1(pasted: Pasted) -> Translation:
     """The job of a v1 configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(pasted.values, notes, "LLaMA-Factory v1")
-    model = pasted.model or settings.text("model", settings.text("model_name_or_path"))
-    if not model:
-        raise settings.missing("model", "the model's hub id, its folder, or its config.json")
-    for key in ("model", "model_name_or_path"):
-        settings.given(key)
+    model = settings.model(pasted.model, "model", "model_name_or_path")
     num_gpus = pasted.gpus(notes)
     training = _training(settings, num_gpus)
     adapter = _adapter(settings, training)

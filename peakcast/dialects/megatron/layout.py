@@ -72,23 +72,31 @@ def virtual_stages(settings: Settings, num_layers: int, pipeline: int) -> tuple[
         raise settings.refuse(
             "pipeline_model_parallel_size", f"does not divide num-layers={num_layers}{what}; use a divisor of {total}", 1
         )
-    if per_stage is not None and total // pipeline % per_stage:
-        raise settings.refuse(
-            "num_layers_per_virtual_pipeline_stage",
-            f"does not divide the {total // pipeline} layers of a pipeline stage; use a divisor of {total // pipeline}",
-        )
-    virtual = stages or (total // pipeline // per_stage if per_stage else 1)
-    if total % (pipeline * virtual):
-        raise settings.refuse(
-            "num_virtual_stages_per_pipeline_rank",
-            f"times pipeline-model-parallel-size={pipeline} does not divide {total} layers; use a divisor",
-        )
+    virtual = _equal_stages(settings, total, pipeline, stages, per_stage)
     if not embedding and not loss:
         return virtual, ()
     layers = [total // (pipeline * virtual)] * (pipeline * virtual)
     layers[0] -= embedding
     layers[-1] -= loss
     return virtual, tuple(layers)
+
+
+def _equal_stages(settings: Settings, total: int, pipeline: int, stages: int | None, per_stage: int | None) -> int:
+    """The virtual stages per rank, whose number or whose `per_stage` layers are given, if all of them have as many of the
+    `total` layers. Raises: SpecError if they cannot."""
+    of_rank = total // pipeline
+    if per_stage is not None and of_rank % per_stage:
+        raise settings.refuse(
+            "num_layers_per_virtual_pipeline_stage",
+            f"does not divide the {of_rank} layers of a pipeline stage; use a divisor of {of_rank}",
+        )
+    virtual = stages or (of_rank // per_stage if per_stage else 1)
+    if total % (pipeline * virtual):
+        raise settings.refuse(
+            "num_virtual_stages_per_pipeline_rank",
+            f"times pipeline-model-parallel-size={pipeline} does not divide {total} layers; use a divisor",
+        )
+    return virtual
 
 
 def _from_layout(settings: Settings, layout: str, num_layers: int, pipeline: int) -> tuple[int, tuple[int, ...]]:

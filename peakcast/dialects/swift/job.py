@@ -16,7 +16,14 @@ from peakcast.dialects.common.frozen_parts import frozen_parts, with_frozen_part
 from peakcast.dialects.common.generation import generation_of
 from peakcast.dialects.common.mesh import with_shared_sequences
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, refuse_teacher
+from peakcast.dialects.common.translation import (
+    Notes,
+    Settings,
+    Translation,
+    note_numbers,
+    note_unsupported,
+    refuse_teacher,
+)
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_beside
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
@@ -90,10 +97,7 @@ def from_swift(pasted: Pasted) -> Translation:
     """The job of an ms-swift command or file. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(_values(pasted), notes, "ms-swift")
-    model = pasted.model or settings.text("model")
-    if not model:
-        raise settings.missing("model", "the model's id, its folder, or its config.json")
-    settings.given("model")
+    model = settings.model(pasted.model, "model", what="the model's id, its folder, or its config.json")
     refuse_teacher(settings, "teacher_model", "teacher_model_server")
     method = _method(settings, pasted.program)
     launcher = launcher_beside(pasted, notes)  # `accelerate launch swift/cli/sft.py`
@@ -105,9 +109,7 @@ def from_swift(pasted: Pasted) -> Translation:
         generation = generation_of(Settings(_generation(settings), notes, "ms-swift"), "per_device_train_batch_size")
         training["max_length"] = generation.sequence_length
     note_unsupported(settings, UNSUPPORTED)
-    for key, what in COUNTED.items():
-        if settings.number(key, 0):
-            notes.unsupported.append(f"{what} ({key}) is not modelled.", key, "more")
+    note_numbers(settings, COUNTED, "more")
     _task(settings, training)
     _say_logits(settings, method)
     if pasted.env.get("CELOSS_PARALLEL_SIZE"):
@@ -193,26 +195,11 @@ def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, An
     training: dict[str, Any] = {
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": steps,
-        "max_length": settings.integer("max_length"),
+        "max_length": _length(settings),
         "packing": settings.switch("packing"),
         "padding_free": settings.switch("padding_free"),
+        **_precision(settings),
     }
-    if training["max_length"] is None:
-        training["max_length"] = 2048
-        if settings.raw("max_completion_length") is None:
-            notes.warnings.append(
-                "max_length is not given, which ms-swift takes to be the longest that the model can; 2048 tokens are "
-                "assumed. Give that of the longest sample: --sequence-length.",
-                "sequence_length",
-                "more",
-            )
-    dtype = settings.text("torch_dtype", settings.text("dtype"))
-    training |= {"torch_dtype": dtype} if dtype else {"loads_stored_dtype": True}  # model/utils get_default_torch_dtype
-    given = [settings.raw(key) is not None for key in ("bf16", "fp16")]
-    if any(given):
-        training |= {key: settings.switch(key) for key in ("bf16", "fp16") if settings.raw(key) is not None}
-    else:  # base_args.py `_init_mixed_precision`
-        training["fp16" if dtype in ("float16", "float32") else "bf16"] = True
     attention = settings.text("attn_impl")
     if attention:
         training["attn_implementation"] = "flash_attention_2" if attention == "flash_attn" else attention
@@ -227,6 +214,28 @@ def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, An
         training["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # the default under DDP
     _fsdp(settings, training, pasted)
     return training
+
+
+def _length(settings: Settings) -> int:
+    """Tokens of the longest sample; 2048 if nothing says how long it is, with a warning."""
+    length = settings.integer("max_length")
+    if length is None and settings.raw("max_completion_length") is None:
+        settings.notes.warnings.append(
+            "max_length is not given, which ms-swift takes to be the longest that the model can; 2048 tokens are "
+            "assumed. Give that of the longest sample: --sequence-length.",
+            "sequence_length",
+            "more",
+        )
+    return 2048 if length is None else length
+
+
+def _precision(settings: Settings) -> dict[str, Any]:
+    """The dtype in which weights are loaded, and that of the products."""
+    dtype = settings.text("torch_dtype", settings.text("dtype"))
+    training: dict[str, Any] = {"torch_dtype": dtype} if dtype else {"loads_stored_dtype": True}  # get_default_torch_dtype
+    given = {key: settings.switch(key) for key in ("bf16", "fp16") if settings.raw(key) is not None}
+    # without either: base_args.py `_init_mixed_precision`
+    return training | (given or {"fp16" if dtype in ("float16", "float32") else "bf16": True})
 
 
 def engine_of(name: Any, pasted: Pasted) -> Mapping[str, Any]:

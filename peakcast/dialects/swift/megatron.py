@@ -68,18 +68,9 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
     given = values.get("ENV")
     environment: dict[str, Any] = given if isinstance(given, dict) else {}
     settings = Settings(values, notes, "ms-swift")
-    named = pasted.model or settings.text("model")
-    if not named:
-        raise settings.missing("model", "the model's id, its folder, or its config.json")
+    named = settings.model(pasted.model, "model", what="the model's id, its folder, or its config.json")
     if "rlhf_type" in values or pasted.program.endswith("rlhf"):
-        raise SpecError(
-            f"megatron rlhf (rlhf_type={settings.text('rlhf_type', 'dpo')}) is not modelled; megatron sft and pt are. The "
-            "same command as megatron sft gives a lower bound of its update: with micro_batch_size doubled for methods on "
-            "pairs (dpo, rm), with max_length for prompts and completions; a reference model and a rollout engine on the "
-            "same GPUs come on top.",
-            parameter="rlhf_type",
-            value=settings.raw("rlhf_type"),
-        )
+        raise _no_rlhf(settings)
     network = resolve_architecture(named)
     note_network(named, notes)
     note_unsupported(settings, UNSUPPORTED)
@@ -87,15 +78,7 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
     for key in ("target_regex", "modules_to_save", "trainable_parameters") if tuner != "full" else ():
         if settings.given(key) and settings.raw(key):
             notes.unsupported.append(f"{key} is not read: adapters are on target_modules alone.", key)
-    flags = {key: value for key, value in values.items() if not OWN.fullmatch(key) and key not in UNSUPPORTED}
-    recent = SINCE_4 if "tuner_type" in values else {}
-    notes.assumptions.append(f"the defaults of ms-swift {'4' if recent else '3'} hold, by the keys of this configuration.")
-    flags = {**DEFAULTS, **recent, **flags, "seq_length": settings.size("max_length", 2048, assume=True)}
-    flags.pop("rlhf_type", None)
-    if network.moe is None:
-        flags = {key: value for key, value in flags.items() if not key.startswith(("moe_", "expert_"))}
-    for key in ("bf16", "fp16"):
-        flags.setdefault(key, settings.text("torch_dtype", "bfloat16") == {"bf16": "bfloat16", "fp16": "float16"}[key])
+    flags = _flags(settings, values, routed=network.moe is not None)
     asked = Settings(flags, notes, "ms-swift")
     sizes = [asked.size(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "context", "pipeline_model")]
     experts = asked.size("expert_model_parallel_size", 1) * asked.size("expert_tensor_parallel_size", 1)
@@ -111,6 +94,34 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
     flags = flags_of_yaml(flags, notes)
     job = notes.include(from_megatron(flags, num_gpus, env, pasted.versions.of("megatron"), network))
     return notes.finish(job if tuner == "full" else with_adapters(job, settings, ADAPTERS, "mcore_bridge"))
+
+
+def _no_rlhf(settings: Settings) -> SpecError:
+    """The error for a run of reinforcement learning or of preferences."""
+    return SpecError(
+        f"megatron rlhf (rlhf_type={settings.text('rlhf_type', 'dpo')}) is not modelled; megatron sft and pt are. The "
+        "same command as megatron sft gives a lower bound of its update: with micro_batch_size doubled for methods on "
+        "pairs (dpo, rm), with max_length for prompts and completions; a reference model and a rollout engine on the "
+        "same GPUs come on top.",
+        parameter="rlhf_type",
+        value=settings.raw("rlhf_type"),
+    )
+
+
+def _flags(settings: Settings, values: dict[str, Any], *, routed: bool) -> dict[str, Any]:
+    """Megatron-LM's flags: ms-swift's defaults, replaced by what `values` give. `routed`: the network has experts."""
+    flags = {key: value for key, value in values.items() if not OWN.fullmatch(key) and key not in UNSUPPORTED}
+    recent = SINCE_4 if "tuner_type" in values else {}
+    settings.notes.assumptions.append(
+        f"the defaults of ms-swift {'4' if recent else '3'} hold, by the keys of this configuration."
+    )
+    flags = {**DEFAULTS, **recent, **flags, "seq_length": settings.size("max_length", 2048, assume=True)}
+    flags.pop("rlhf_type", None)
+    if not routed:
+        flags = {key: value for key, value in flags.items() if not key.startswith(("moe_", "expert_"))}
+    for key in ("bf16", "fp16"):
+        flags.setdefault(key, settings.text("torch_dtype", "bfloat16") == {"bf16": "bfloat16", "fp16": "float16"}[key])
+    return flags
 
 
 def _gpus(pasted: Pasted, environment: dict[str, Any]) -> int | None:

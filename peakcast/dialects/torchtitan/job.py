@@ -61,32 +61,11 @@ def from_torchtitan(pasted: Pasted) -> Translation:
     settings = Settings(flat(pasted.values), notes, "torchtitan")
     architecture = torchtitan_network(settings, pasted)
     layout = torchtitan_layout(settings, pasted, architecture.num_hidden_layers)
-    local = settings.size(
-        "training.local_batch_size",
-        settings.integer("training.batch_size", 8, assume=not settings.given("training.local_batch_size")),
-    )
-    micro, steps, turn = local, 1, settings.size("parallelism.pipeline_parallel_microbatch_size", 1)
-    if layout.pipeline_parallel_size > 1:
-        micro = turn
-        if local % micro:
-            raise settings.refuse(
-                "parallelism.pipeline_parallel_microbatch_size", f"must divide the local batch size {local}"
-            )
-        steps = local // micro
-    total = settings.integer("training.global_batch_size", -1, least=-1) or -1
-    share = local * layout.data_parallel_size
-    if total > 0:
-        if total % share:
-            raise settings.refuse(
-                "training.global_batch_size",
-                f"must be a multiple of {local} per rank × {layout.data_parallel_size} ranks = {share}",
-            )
-        steps *= total // share
+    micro, steps = _micro_batches(settings, layout)
     _unsupported(settings)
     chunks = _loss_chunks(settings, layout)
     precision = _precision(settings)
-    autocast = layout.sharding == "none" and (precision.parameters, precision.wide_compute) == ("float32", "bfloat16")
-    autocast = autocast and layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
+    autocast = _uses_autocast(layout, precision)
     offloads, compiled = settings.switch("training.enable_cpu_offload"), _compiled(settings)
     notes.assumptions.append(
         "expandable segments are assumed, which torchtitan's launcher sets (run_train.sh, PYTORCH_CUDA_ALLOC_CONF)."
@@ -112,6 +91,35 @@ def from_torchtitan(pasted: Pasted) -> Translation:
     _note_experts(job, notes)
     settings.note_left(IGNORED)
     return notes.finish(job)
+
+
+def _micro_batches(settings: Settings, layout: Parallelism) -> tuple[int, int]:
+    """(samples of a micro-batch, micro-batches of a step and rank). A pipeline divides the local batch into micro-batches;
+    the global batch says how many local batches a step has."""
+    local = settings.size(
+        "training.local_batch_size",
+        settings.integer("training.batch_size", 8, assume=not settings.given("training.local_batch_size")),
+    )
+    micro, in_pipeline = local, settings.size("parallelism.pipeline_parallel_microbatch_size", 1)
+    if layout.pipeline_parallel_size > 1:
+        micro = in_pipeline
+        if local % micro:
+            raise settings.refuse(
+                "parallelism.pipeline_parallel_microbatch_size", f"must divide the local batch size {local}"
+            )
+    total, share = settings.integer("training.global_batch_size", -1, least=-1) or -1, local * layout.data_parallel_size
+    if total > 0 and total % share:
+        raise settings.refuse(
+            "training.global_batch_size",
+            f"must be a multiple of {local} per rank × {layout.data_parallel_size} ranks = {share}",
+        )
+    return micro, local // micro * (total // share if total > 0 else 1)
+
+
+def _uses_autocast(layout: Parallelism, precision: Precision) -> bool:
+    """Whether `mixed_precision_param` means autocast: where neither FSDP nor another layout casts the weights."""
+    alone = layout.sharding == "none" and layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
+    return alone and (precision.parameters, precision.wide_compute) == ("float32", "bfloat16")
 
 
 def _attention(settings: Settings) -> Literal["sdpa", "flex", "flash_attention_2"]:

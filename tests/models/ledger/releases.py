@@ -37,12 +37,17 @@ LIBRARIES = ("torch", "transformers", "peft")
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a step of `rows`' job allocates by what was recorded with the releases `versions`: phase -> bytes."""
+    """What a step of the job of the rows `name` allocates by what was recorded with the releases `versions`: phase ->
+    bytes."""
 
+    name: str
     versions: dict[str, str]
     peaks: dict[str, int]
-    rows: tuple[Measurement, ...]
-    """Runs of this job, those with the same release of transformers first."""
+
+    @property
+    def rows(self) -> tuple[Measurement, ...]:
+        """Runs of this job; read when a test asks, not while tests are collected."""
+        return rows()[self.name]
 
     @property
     def job(self) -> TrainingJob:
@@ -87,7 +92,7 @@ def recorded() -> Iterator[tuple[str, Recorded]]:
     """What `FILE` has, with the name of the job."""
     for name, releases in json.loads(FILE.read_text(encoding="utf-8")).items():
         for one in releases:
-            yield name, Recorded(one["versions"], one["peaks"], rows()[name])
+            yield name, Recorded(name, one["versions"], one["peaks"])
 
 
 def record(interpreters: dict[str, str]) -> None:

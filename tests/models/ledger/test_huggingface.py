@@ -8,24 +8,14 @@ from hypothesis import strategies as st
 
 from peakcast import catalog
 from peakcast.core.fields import FrozenMapping
-from peakcast.jobs.architecture import Architecture, MixtureOfExperts
+from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, Offload, Optimizer, Precision, TrainingJob
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.contexts import block_context
 from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.timelines.timeline import Category, Phase
+from tests.models.ledger.conftest import TINY
 
-TINY = Architecture(
-    name="tiny",
-    model_type="llama",
-    hidden_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    head_dim=64,
-    intermediate_size=512,
-    vocab_size=1024,
-)
 PARAMETERS = 2 * 1024 * 256 + 2 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256) + 256
 FULL = ActivationCheckpointing(mode="full")
 

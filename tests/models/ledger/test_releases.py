@@ -15,14 +15,16 @@ def test_the_ledger_counts_each_release_as_it_was_recorded(one: Recorded) -> Non
     assert peaks(one.job) == pytest.approx(one.peaks, rel=1e-3)
 
 
-@pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in CASES.items() if one.measured])
-def test_runs_with_a_release_held_what_was_recorded_with_it(one: Recorded) -> None:
+def test_runs_with_a_release_held_what_was_recorded_with_it() -> None:
     """Within 0.1 %, where torch is not what decides: runs had 2.4, which keeps a slice of the logits more in backward."""
-    by_torch = max(peaks(one.measured[0].job).values()) / max(peaks(one.job).values())
-    for row in one.measured:
-        assert one.peak * by_torch == pytest.approx(row.peak_allocated_bytes, rel=1e-3)
-        if abs(by_torch - 1) > 1e-3:
-            assert one.job.architecture.name == "santacoder"
+    measured = {name: one for name, one in CASES.items() if one.measured}
+    assert len(measured) > 10
+    for name, one in measured.items():
+        by_torch = max(peaks(one.measured[0].job).values()) / max(peaks(one.job).values())
+        for row in one.measured:
+            assert one.peak * by_torch == pytest.approx(row.peak_allocated_bytes, rel=1e-3), name
+            if abs(by_torch - 1) > 1e-3:
+                assert one.job.architecture.name == "santacoder"
 
 
 def test_releases_that_rows_name_and_newer_ones_were_recorded() -> None:

@@ -8,7 +8,8 @@ DeepEP's branch hybrid-ep at commit 0237ba62 `deep_ep/hybrid_ep_buffer.py`, `csr
 from __future__ import annotations
 
 from peakcast.core.units import BOOL, INT32, INT64
-from peakcast.models.ledger.megatron.blocks.context import ExpertContext, MegatronContext
+from peakcast.models.ledger.megatron.blocks.context import MegatronContext
+from peakcast.models.ledger.megatron.blocks.expert_context import ExpertContext
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 
 FLOAT32 = 4
@@ -68,17 +69,16 @@ class Dispatch:
             x = tape.operation(
                 "dispatch.all_gather", [x], Output(every * self.width, view_of=x, name="global_memory_buffer.view")
             )
-            probabilities = tape.operation(
-                "dispatch.all_gather_probabilities", [probabilities], every * experts.num_experts * experts.router_bytes
-            )
+            gathered_bytes = every * experts.num_experts * experts.router.element_bytes
+            probabilities = tape.operation("dispatch.all_gather_probabilities", [probabilities], gathered_bytes)
         mask = tape.operation("dispatch.local_map", [], local * BOOL)
-        chosen = tape.operation("dispatch.local_probabilities", [probabilities], local * experts.router_bytes)
+        chosen = tape.operation("dispatch.local_probabilities", [probabilities], local * experts.router.element_bytes)
         rows = self._permute(x, mask, every, self.rows, local)
-        transposed = tape.operation("dispatch.transpose_probabilities", [chosen], local * experts.router_bytes)
+        transposed = tape.operation("dispatch.transpose_probabilities", [chosen], local * experts.router.element_bytes)
         selected = tape.operation(
             "dispatch.select_probabilities",
             [transposed],
-            self.rows * experts.router_bytes,
+            self.rows * experts.router.element_bytes,
             saves=Saved([transposed], extra_bytes=[local * BOOL]),
         )
         return rows, selected
@@ -99,7 +99,7 @@ class Dispatch:
     def _send_by_exchange(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, probabilities) that arrive at this rank's experts, sorted by expert."""
         experts, tape = self.experts, self.tape
-        element = experts.router_bytes
+        element = experts.router.element_bytes
         mask = self.tokens * experts.num_experts
         rows = self._permute(x, None, self.tokens, self.sent, mask)
         if experts.permute_fusion:
@@ -153,7 +153,7 @@ class Dispatch:
             [probabilities],
             chosen * FLOAT32,
             saves=Saved(extra_bytes=[chosen * INT64]),
-            backward_temporary_bytes=self.tokens * experts.num_experts * experts.router_bytes,
+            backward_temporary_bytes=self.tokens * experts.num_experts * experts.router.element_bytes,
         )
         x = tape.operation(
             "dispatch.deepep",
@@ -239,7 +239,7 @@ class Dispatch:
 
     def _reduce_scatter(self, x: Tensor, rows: int, kept_rows: int) -> Tensor:
         """Sum `rows` over the group and keep `kept_rows`, in the dtype of the probabilities; x lives until it is done."""
-        tape, wide = self.tape, self.context.hidden * self.experts.router_bytes
+        tape, wide = self.tape, self.context.hidden * self.experts.router.element_bytes
         if wide == self.width:
             return tape.operation("combine.reduce_scatter", [x], kept_rows * self.width)
         output = tape.operation("combine.to_router_dtype", [x], rows * wide)
@@ -272,7 +272,7 @@ def _permutation_bytes(experts: ExpertContext, tokens: int, rows: int, map_eleme
 def held_by_dispatcher(context: MegatronContext, experts: ExpertContext) -> tuple[int, int]:
     """Bytes that attributes of a layer's dispatcher refer to until its next forward: (of tensors that no graph saves, of
     those that backward needs too)."""
-    tokens, element = context.stream_rows, experts.router_bytes
+    tokens, element = context.stream_rows, experts.router.element_bytes
     if experts.dispatcher == "allgather":
         rows, every = experts.received_rows(tokens), tokens * experts.group_size
         local = every * experts.local_experts

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from peakcast.models.ledger.megatron.blocks.adapters import add_to_tokens
-from peakcast.models.ledger.megatron.blocks.context import ExpertContext, MegatronContext
+from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.dispatch import Dispatch
+from peakcast.models.ledger.megatron.blocks.expert_context import ExpertContext
 from peakcast.models.ledger.megatron.blocks.gradients import trained, weight_gradients
 from peakcast.models.ledger.megatron.blocks.primitives import (
     column_linear,
@@ -95,7 +96,7 @@ def _one_by_one(
     groups = min(experts.local_experts, MOST_EXPERTS_IN_A_ROW)
     sizes = [rows * (i + 1) // groups - rows * i // groups for i in range(groups)]
     counts = [experts.local_experts * (i + 1) // groups - experts.local_experts * i // groups for i in range(groups)]
-    row, element = context.hidden * context.element_bytes, experts.router_bytes
+    row, element = context.hidden * context.element_bytes, experts.router.element_bytes
     parts = tape.split(x, [size * row for size in sizes], "experts.split")
     weights = tape.split(probabilities, [size * element for size in sizes], "experts.split_probabilities")
     inner = experts.ffn * (2 if context.feed_forward.gated else 1)
@@ -172,7 +173,7 @@ def _weighted_activation(
     """act(x) · probability, [rows, ffn]. The fused activation saves only its inputs; unfused, the product has the wider of
     both dtypes and is converted back."""
     narrow = rows * experts.ffn * context.element_bytes
-    wide = rows * experts.ffn * max(context.element_bytes, experts.router_bytes)
+    wide = rows * experts.ffn * max(context.element_bytes, experts.router.element_bytes)
     if experts.fused_weighted_activation:
         return tape.operation("experts.weighted_activation", [x, probabilities], narrow, saves=[x, probabilities])
     if context.feed_forward.gated:

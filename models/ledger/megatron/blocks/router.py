@@ -7,7 +7,8 @@ probabilities are fp32. All tensors are [tokens, num_experts] or [tokens, top_k]
 from __future__ import annotations
 
 from peakcast.core.units import BOOL, FP32, INT32, INT64
-from peakcast.models.ledger.megatron.blocks.context import ExpertContext, MegatronContext
+from peakcast.models.ledger.megatron.blocks.context import MegatronContext
+from peakcast.models.ledger.megatron.blocks.expert_context import ExpertContext
 from peakcast.models.ledger.megatron.blocks.gradients import trained
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 
@@ -16,9 +17,9 @@ def router(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertConte
     """From [stream_rows, hidden] to the routing probabilities [stream_rows, num_experts], which are zero for experts not
     chosen."""
     logits = _gating(tape, x, context, experts)
-    if experts.z_loss:
+    if experts.router.z_loss:
         logits = _z_loss(tape, logits, context)
-    if experts.sinkhorn:
+    if experts.router.sinkhorn:
         probabilities = _sinkhorn(tape, logits, context, experts)
     else:
         probabilities = _top_k(tape, logits, context, experts)
@@ -27,13 +28,13 @@ def router(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertConte
         probabilities = tape.operation(
             "router.drop", [probabilities], probabilities.num_bytes, saves=Saved(extra_bytes=[mask])
         )
-    return _auxiliary_loss(tape, logits, probabilities, context, experts) if experts.aux_loss else probabilities
+    return _auxiliary_loss(tape, logits, probabilities, context, experts) if experts.router.aux_loss else probabilities
 
 
 def _gating(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertContext) -> Tensor:
     """RouterGatingLinearFunction: saves its input; in a wider dtype, its backward converts the input and both gradients."""
     numel = experts.num_experts * context.hidden
-    width = experts.router_bytes
+    width = experts.router.element_bytes
     wider = width != context.element_bytes
     converted = context.stream_rows * context.hidden * width + 2 * numel * width if wider else 0
     return tape.operation(
@@ -74,12 +75,12 @@ def _top_k(tape: Tape, logits: Tensor, context: MegatronContext, experts: Expert
     """`topk_routing_with_score_function`: the chosen experts' scores, normalised and scattered into zeros."""
     chosen = context.stream_rows * experts.top_k
     every = context.stream_rows * experts.num_experts
-    indices, width = chosen * INT64, experts.router_bytes
-    if experts.router_fusion:  # saves the map and the scores (Transformer Engine 2.8 `pytorch/router.py`)
+    indices, width = chosen * INT64, experts.router.element_bytes
+    if experts.router.fusion:  # saves the map and the scores (Transformer Engine 2.8 `pytorch/router.py`)
         return tape.operation(
             "router.top_k", [logits], every * width, saves=Saved(extra_bytes=[every * BOOL, every * width])
         )
-    if experts.score_function == "sigmoid":
+    if experts.router.score_function == "sigmoid":
         scores = _convert(tape, logits, every * FP32, "router.to_float32")
         scores = tape.operation("router.sigmoid", [scores], every * FP32, saves=Saved(output=True))
         scores = _convert(tape, scores, every * width, "router.to_router_dtype")
@@ -88,7 +89,7 @@ def _top_k(tape: Tape, logits: Tensor, context: MegatronContext, experts: Expert
             [scores],
             chosen * width,
             saves=Saved(extra_bytes=[indices]),
-            forward_temporary_bytes=every * max(width, FP32) if experts.expert_bias else 0,
+            forward_temporary_bytes=every * max(width, FP32) if experts.router.expert_bias else 0,
         )
         if experts.top_k > 1:
             total = context.stream_rows * width
@@ -96,7 +97,7 @@ def _top_k(tape: Tape, logits: Tensor, context: MegatronContext, experts: Expert
                 "router.normalise", [scores], chosen * width, saves=Saved([scores], extra_bytes=[total])
             )
         scores = tape.operation("router.scale", [scores], chosen * width)
-    elif experts.pre_softmax:
+    elif experts.router.pre_softmax:
         scores = tape.operation("router.softmax", [logits], every * FP32, saves=Saved(output=True))
         scores = _convert(tape, scores, every * width, "router.to_router_dtype")
         scores = tape.operation("router.top_k", [scores], chosen * width, saves=Saved(extra_bytes=[indices]))
@@ -118,9 +119,9 @@ def _auxiliary_loss(
 ) -> Tensor:
     """Scores of all experts in fp32, saved; the probabilities are passed on (`MoEAuxLossAutoScaler`)."""
     every = context.stream_rows * experts.num_experts
-    kept = [every * FP32] if experts.score_function == "softmax" else [every * experts.router_bytes] * 2
-    if experts.router_fusion:
-        kept = [every * experts.router_bytes]
+    kept = [every * FP32] if experts.router.score_function == "softmax" else [every * experts.router.element_bytes] * 2
+    if experts.router.fusion:
+        kept = [every * experts.router.element_bytes]
     loss = tape.operation(
         "router.auxiliary_loss",
         [logits],
