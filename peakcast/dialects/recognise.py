@@ -39,6 +39,11 @@ DIALECTS: dict[str, Dialect] = {
         "lmflow:from_lmflow",
         ("model_name_or_path dataset_path block_size",),
     ),
+    "fms_tuning": Dialect(
+        "a command of fms-hf-tuning",
+        ("model_name_or_path fast_kernels|fused_lora|auto_gptq|bnb_qlora|training_data_path|data_config_path|fast_moe",),
+        "fms_tuning:from_fms_tuning",
+    ),
     "qlora": Dialect(
         "a command of QLoRA's own", ("model_name_or_path source_max_len|target_max_len|mmlu_split",), "qlora:from_qlora"
     ),

@@ -135,7 +135,7 @@ def of_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
         out |= {"distributed_type": "FSDP", "fsdp_config": shards}
     elif flags.get("multi_gpu"):
         out["distributed_type"] = "MULTI_GPU"
-    own = ("config_file", "use_deepspeed", "use_fsdp", "multi_gpu", "use_parallelism_config")
+    own = ("config_file", "use_deepspeed", "use_fsdp", "multi_gpu", "use_parallelism_config", "m", "module")
     return out | {key: value for key, value in flags.items() if key not in (*own, *out, *engine, *shards, *mesh)}
 
 
