@@ -52,7 +52,8 @@ def quantize(network: Any, quantizer: Any, notes: RunFindings) -> None:
     from transformers.pytorch_utils import Conv1D
 
     before = dict(network.named_modules())
-    with unset_fake_temporarily():
+    # transformers 4 makes the layers on the CPU, where their weights would be fake already (integrations/bitsandbytes.py)
+    with unset_fake_temporarily(), torch.device("meta"):
         quantizer.preprocess_model(model=network, device_map={"": torch.cuda.current_device()}, keep_in_fp32_modules=[])
     for name, made in network.named_modules():
         layer = before.get(name)
