@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from peakcast.core.units import FP32, INT64
+from peakcast.jobs.conventions import scores_tokens
 from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext, autocast_copy_bytes, is_cast_by_autocast
 from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variables
@@ -83,11 +84,12 @@ def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start
         timeline.phases[begin:] = bytes((Phase.LOSS,)) * (timeline.now - begin)  # gathering its weights included
     if policy.loss.token_scores == "shifted_log_softmax":  # a variable refers to the policy's logits until backward
         timeline.hold("logits", Category.LOGITS, widened_bytes(policy), born, timeline.now)
-    scored = scored_rows(policy) if policy.loss.kind != "cross_entropy" else 0
-    per_token = [("log_probs", "head", scored * FP32), ("entropy", "head", scored * FP32)]
-    per_token += [("mean_logits", "head", scored * FP32), ("is_top1", "head", scored)]
+    scored = scored_rows(policy) if scores_tokens(job) else 0
+    per_token = [("log_probs", "head", scored * FP32), ("entropy", "head", scored * FP32), ("is_top1", "head", scored)]
+    if job.loss.kind != "cross_entropy":  # trl 1.16.0 SFTTrainer.__init__ asks for the other three alone
+        per_token.append(("mean_logits", "head", scored * FP32))
+        timeline.hold("labels", Category.INPUTS, tokens, start, timeline.now)
     timeline.hold_all(per_token, Category.LOGITS, born, timeline.now)
-    timeline.hold("labels", Category.INPUTS, tokens, start, timeline.now)
 
 
 def _reference_job(job: TrainingJob) -> TrainingJob:

@@ -1,0 +1,54 @@
+"""How TRL's SFTTrainer computes its loss, by release.
+
+Source: trl 1.5.1, 1.6.0, 1.14.2, 1.15.0 and 1.16.0 `trainer/sft_config.py` loss_type, `trainer/sft_trainer.py`
+SFTTrainer.__init__ and compute_loss; `trainer/utils.py` add_fused_lm_head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from peakcast.core.versions import resolved
+from peakcast.dialects.common.translation import Notes
+from peakcast.dialects.huggingface.trl_defaults import Default, has_default
+
+TILES = Default("tiles", (1, 15), (4, 56))
+CHUNKS = Default("chunked_nll", (1, 6), (4, 56))
+"""From 1.6 to 1.14, unless Liger's kernels are asked for."""
+
+
+def take_sft_loss(training: dict[str, Any], versions: Mapping[str, Any], notes: Notes) -> str:
+    """Remove `loss_type` from `training`; returns the convention `loss_kernel` that SFTTrainer has of its own, "" if none.
+    Where the head is TRL's, of Liger's kernels only those of layers run."""
+    kind = training.pop("loss_type", None)
+    if "unsloth" in resolved(versions):  # replaces the head itself
+        return ""
+    if has_default(TILES, versions):
+        if training.get("compute_loss_func") or training.get("label_smoothing_factor"):
+            notes.unsupported.append(
+                "trl (since 1.15) also computes whole logits where a loss of one's own or label_smoothing_factor asks for "
+                "them; its own head is not counted beside them.",
+                "label_smoothing_factor",
+                "more",
+            )
+            return ""
+        if training.pop("use_liger_kernel", False):
+            training["liger_kernels"] = True
+        if "trl" not in resolved(versions):
+            notes.assumptions.append(
+                "the release of trl is not given; since 1.15 SFTTrainer takes log-probabilities of tokens without whole "
+                "logits, before 1.6 it made them (versions.trl says which)."
+            )
+        return str(TILES.value)
+    chunks = kind == "chunked_nll" or (kind is None and has_default(CHUNKS, versions) and not training.get("use_liger_kernel"))
+    if chunks:
+        notes.unsupported.append(
+            "trl's loss over chunks of 256 tokens (loss_type=chunked_nll, the default of trl 1.6 to 1.14) is not modelled; "
+            "whole logits are assumed.",
+            "loss_type",
+            "less",
+        )
+    elif kind is not None:
+        notes.ignored.append("loss_type")
+    return ""
