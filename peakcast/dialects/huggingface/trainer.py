@@ -180,7 +180,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     generation = _generation(training, notes, method) if METHODS.get(method, METHODS["sft"]).kind == "grpo" else None
     _note_loss(training, method, notes)
     versions = pasted.versions.of("huggingface")
-    loss_kernel = take_sft_loss(training, versions, notes) if whose.trl and METHODS.get(method) == METHODS["sft"] else ""
+    loss_options = take_sft_loss(training, method, versions, notes) if whose.trl else {}
     _note_images(training, notes)
     if launcher.mixed_precision == "fp8" and launcher.fsdp is None:
         notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
@@ -201,8 +201,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
         training.setdefault("parallelism_config", launcher.mesh)
     translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus, versions=versions)
     job = notes.include(translation)
-    if loss_kernel:
-        job = job.replace(framework_options=FrozenMapping({**job.framework_options, "loss_kernel": loss_kernel}))
+    job = job.replace(framework_options=FrozenMapping({**job.framework_options, **loss_options}))
     job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
     return notes.finish(job)
 

@@ -18,12 +18,14 @@ CHUNKS = Default("chunked_nll", (1, 6), (4, 56))
 """From 1.6 to 1.14, unless Liger's kernels are asked for."""
 
 
-def take_sft_loss(training: dict[str, Any], versions: Mapping[str, Any], notes: Notes) -> str:
-    """Remove `loss_type` from `training`; returns the convention `loss_kernel` that SFTTrainer has of its own, "" if none.
-    Where the head is TRL's, of Liger's kernels only those of layers run."""
+def take_sft_loss(training: dict[str, Any], method: str, versions: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    """Remove `loss_type` from `training`; returns the conventions that SFTTrainer has of its own. Where the head is TRL's, of
+    Liger's kernels only those of layers run. For other methods, nothing."""
+    if method not in ("sft", "pt"):
+        return {}
     kind = training.pop("loss_type", None)
     if "unsloth" in resolved(versions):  # replaces the head itself
-        return ""
+        return {}
     if has_default(TILES, versions):
         if training.get("compute_loss_func") or training.get("label_smoothing_factor"):
             notes.unsupported.append(
@@ -32,7 +34,7 @@ def take_sft_loss(training: dict[str, Any], versions: Mapping[str, Any], notes: 
                 "label_smoothing_factor",
                 "more",
             )
-            return ""
+            return {}
         if training.pop("use_liger_kernel", False):
             training["liger_kernels"] = True
         if "trl" not in resolved(versions):
@@ -40,9 +42,9 @@ def take_sft_loss(training: dict[str, Any], versions: Mapping[str, Any], notes: 
                 "the release of trl is not given; since 1.15 SFTTrainer takes log-probabilities of tokens without whole "
                 "logits, before 1.6 it made them (versions.trl says which)."
             )
-        return str(TILES.value)
-    chunks = kind == "chunked_nll" or (kind is None and has_default(CHUNKS, versions) and not training.get("use_liger_kernel"))
-    if chunks:
+        return {"loss_kernel": TILES.value}
+    usual = "nll" if training.get("use_liger_kernel") or not has_default(CHUNKS, versions) else CHUNKS.value
+    if (kind or usual) == CHUNKS.value:
         notes.unsupported.append(
             "trl's loss over chunks of 256 tokens (loss_type=chunked_nll, the default of trl 1.6 to 1.14) is not modelled; "
             "whole logits are assumed.",
@@ -51,4 +53,4 @@ def take_sft_loss(training: dict[str, Any], versions: Mapping[str, Any], notes: 
         )
     elif kind is not None:
         notes.ignored.append("loss_type")
-    return ""
+    return {}
