@@ -19,7 +19,7 @@ CHUNKS = Default("chunked_nll", (1, 6), (4, 56))
 
 
 def take_sft_loss(training: dict[str, Any], method: str, versions: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-    """Remove `loss_type` from `training`; returns the conventions that SFTTrainer has of its own. Where the head is TRL's, of
+    """Remove `loss_type` from `training`; returns the conventions of SFTTrainer's own. Where it has its own head, of
     Liger's kernels only those of layers run. For other methods, nothing."""
     if method not in ("sft", "pt"):
         return {}
