@@ -18,6 +18,7 @@ from peakcast.dialects.common.translation import AlternativeReading, Notes, Sett
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import METHODS, method_of_program, with_method
+from peakcast.dialects.huggingface.trl_adapters import with_casts_of_trl
 from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
 from peakcast.dialects.huggingface.trl_loss import take_sft_loss
 from peakcast.dialects.huggingface.whose_trainer import EXAMPLE_SCRIPT, OF_EXAMPLES, SCORING_SCRIPTS, Whose, whose_trainer
@@ -202,6 +203,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus, versions=versions)
     job = notes.include(translation)
     job = job.replace(framework_options=FrozenMapping({**job.framework_options, **loss_options}))
+    job = with_casts_of_trl(job, versions, notes) if whose.trl else job
     job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
     return notes.finish(job)
 

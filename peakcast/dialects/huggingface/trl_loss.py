@@ -38,9 +38,11 @@ def take_sft_loss(training: dict[str, Any], method: str, versions: Mapping[str, 
         if training.pop("use_liger_kernel", False):
             training["liger_kernels"] = True
         if "trl" not in resolved(versions):
-            notes.assumptions.append(
-                "the release of trl is not given; since 1.15 SFTTrainer takes log-probabilities of tokens without whole "
-                "logits, before 1.6 it made them (versions.trl says which)."
+            notes.warnings.append(
+                "The release of trl is not given: from 1.15 on SFTTrainer makes no whole logits, as counted here; before "
+                "1.6 it made them, which takes more: --versions trl=1.5 counts that.",
+                "versions.trl",
+                "more",
             )
         return {"loss_kernel": TILES.value}
     usual = "nll" if training.get("use_liger_kernel") or not has_default(CHUNKS, versions) else CHUNKS.value
