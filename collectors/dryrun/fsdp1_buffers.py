@@ -1,5 +1,5 @@
-"""What FSDP1 does that fake tensors cannot: it moves buffers of modules to its GPU (`device_id=...`), of which small ones are
-real tensors on the CPU, which cannot become fake ones in place; and it asks for the address of a storage."""
+"""What FSDP1 does that fake tensors cannot: it moves buffers of modules to its GPU (`device_id=...`), of which small ones
+are real tensors on the CPU, which cannot become fake ones in place; and it asks for the address of a storage."""
 
 from __future__ import annotations
 

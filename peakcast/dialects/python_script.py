@@ -18,7 +18,7 @@ from peakcast.core.versions import release
 from peakcast.dialects.common.asked_versions import AskedVersions
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation
-from peakcast.dialects.huggingface.trainer import from_parts
+from peakcast.dialects.huggingface.trainer import PARTS, from_parts
 from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH
 from peakcast.dialects.huggingface.whose_trainer import Whose
 from peakcast.dialects.python.calls import FunctionCall, NotGiven, plain_value
@@ -133,6 +133,7 @@ def from_python_script(pasted: Pasted) -> Translation:
     _model(settings, training, about, unsloth=unsloth)
     _prepared(about, training, notes)
     companions = {key: value for key, value in pasted.companions.items() if key not in ("training", "peft")}
+    pasted.used.update(companions.keys() & set(PARTS))
     if adapter := _adapter(parts, about, settings, unsloth=unsloth):
         companions["peft"] = adapter
     _quantization(parts, training, notes)

@@ -10,6 +10,7 @@ import pytest
 from peakcast.core.errors import SpecError
 from peakcast.dialects.opening import opened
 from peakcast.dialects.python.calls import NotGiven, calls_of
+from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
 
 TRAINING = """
@@ -79,6 +80,13 @@ def test_texts_are_as_long_as_the_tokenizer_leaves_them():
     assert translation_of(program).job.sequence_length == 768
     unsaid = translation_of(program.replace("truncation=True, max_length=768", ""))
     assert any("--sequence-length says yours" in sentence for sentence in unsaid.warnings)
+
+
+def test_accelerates_file_beside_a_program_is_used(tmp_path):
+    (tmp_path / "acc.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 4\nmixed_precision: bf16\n")
+    read = translation_of(TRAINING, ReadOptions(files=(tmp_path / "acc.yaml",)))
+    assert read.job.parallelism.data_parallel_size == 4
+    assert not any("does not use it" in sentence for sentence in read.warnings)
 
 
 def test_a_loader_of_transformers_4_loads_float32():
