@@ -32,7 +32,7 @@ def install() -> None:
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
     """Whether the storage of `tensor` is allocated; the address of a fake one is always 0."""
-    return tensor.untyped_storage().size() > 0
+    return bool(tensor.untyped_storage().size() > 0)
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
