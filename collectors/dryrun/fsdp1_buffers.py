@@ -1,5 +1,5 @@
-"""Buffers of modules that FSDP1 moves to its GPU (`device_id=...`): small ones are real tensors on the CPU, which cannot
-become fake ones in place."""
+"""What FSDP1 does that fake tensors cannot: it moves buffers of modules to its GPU (`device_id=...`), of which small ones
+are real tensors on the CPU, which cannot become fake ones in place; and it asks for the address of a storage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
+from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, _init_utils
 
 
 def install() -> None:
@@ -26,6 +26,13 @@ def install() -> None:
         move(module, ignored_params, ignored_buffers, device)
 
     _init_utils._move_module_to_device = moved
+    flat: Any = _flat_param
+    flat._data_ptr_allocated = _has_bytes  # SHARD_GRAD_OP with use_orig_params asks it before each backward (torch 2.13)
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether the storage of `tensor` is allocated; the address of a fake one is always 0."""
+    return bool(tensor.untyped_storage().size() > 0)
 
 
 def _is_real(tensor: torch.Tensor) -> bool:

@@ -53,8 +53,11 @@ def set_settings_of_accelerate(words: Sequence[str]) -> None:
     if not words:
         return
     launch: Any = importlib.import_module("accelerate.commands.launch")
-    arguments, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(list(words)))
+    given = launch.launch_command_parser().parse_args(list(words))
+    arguments, defaults, precision_of_file = launch._validate_launch_command(given)
     if arguments.use_deepspeed:
+        fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if precision_of_file else ())]
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)  # as accelerate 1.15's launch_command does
         found = launch.prepare_deepspeed_cmd_env(arguments)[1]
     elif arguments.use_fsdp or (arguments.num_processes and arguments.num_processes > 1):  # `launch_command`
         found = launch.prepare_multi_gpu_env(arguments)

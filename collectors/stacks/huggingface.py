@@ -58,7 +58,7 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
     layout = layouts.wrap(model, job)
     if spread:
         spreading.settle(layout.model, job, device)
-    if job.loss.kind != "cross_entropy":
+    if job.loss.kind != "cross_entropy" or conventions(job)["loss_kernel"] == "tiles":
         from peakcast.collectors.stacks import preference
 
         return preference.training_of(job, model, layout, device, making)

@@ -33,12 +33,14 @@ TRAINERS = {
     "reward": ("reward_trainer", "RewardTrainer"),
     "kto": ("kto_trainer", "KTOTrainer"),
     "grpo": ("grpo_trainer", "GRPOTrainer"),
+    "cross_entropy": ("sft_trainer", "SFTTrainer"),
 }
-"""loss.kind -> module and class in `trl.trainer`."""
+"""loss.kind -> module and class in `trl.trainer`; for cross entropy, with the convention loss_kernel = "tiles"."""
 OUTPUTS = {
     "dpo": ("log_probs", "entropy", "mean_logits", "is_top1"),
     "kto": ("log_probs", "entropy", "mean_logits"),
     "grpo": ("log_probs", "entropy"),
+    "cross_entropy": ("log_probs", "entropy", "is_top1"),
 }
 """Outputs that a trainer asks of the policy's head, by loss.kind; the reference's head gives log-probabilities only."""
 
@@ -52,7 +54,7 @@ class PreferenceTraining(HuggingFaceTraining):
         self.reference = reference
         network = causal_model(model)
         for one in (model, *([reference] if reference is not None else [])):
-            if job.loss.kind != "grpo":  # each trainer's default `disable_dropout`
+            if job.loss.kind not in ("grpo", "cross_entropy"):  # each trainer's default `disable_dropout`
                 _trl("utils", job).disable_dropout_in_model(one)
         if job.loss.kind in OUTPUTS:
             _trl("utils", job).add_fused_lm_head(network, outputs=OUTPUTS[job.loss.kind])
@@ -142,6 +144,8 @@ def preference_batch(job: TrainingJob) -> dict[str, torch.Tensor]:
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if job.loss.kind == "grpo":
         return _generated(ids, job)
+    if job.loss.kind == "cross_entropy":
+        return {**batch, "labels": ids.clone()}
     if job.loss.kind == "kto":
         batch |= {f"KL_{name}": torch.ones_like(ids) for name in ("input_ids", "attention_mask", "completion_mask")}
         batch["label"] = torch.arange(len(ids)) % 2 == 0
@@ -182,6 +186,8 @@ def _trainer(job: TrainingJob, model: Any, reference: Any) -> Any:
             delta=None,
             steps_per_generation=job.gradient_accumulation_steps,
             report_to=[],
+            loss_type="nll",
+            average_tokens_across_devices=False,
         ),
         "state": SimpleNamespace(global_step=0),
         "aux_loss_enabled": False,
@@ -201,6 +207,8 @@ def _trainer(job: TrainingJob, model: Any, reference: Any) -> Any:
         "use_vllm": False,
         "current_gradient_accumulation_steps": job.gradient_accumulation_steps,
         "_entropy_bonus_enabled": False,
+        "compute_loss_func": None,
+        "label_smoother": None,
         "ld_alpha": None,
         "f_divergence_type": "reverse_kl",
         "label_smoothing": 0.0,
@@ -219,6 +227,7 @@ class _OneProcess:
         self.device = next(model.parameters()).device
         self.autocast = contextlib.nullcontext
         self.num_processes, self.is_main_process = 1, True
+        self.parallelism_config = None
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -18,10 +18,11 @@ from peakcast.core.versions import release
 from peakcast.dialects.common.asked_versions import AskedVersions
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation
-from peakcast.dialects.huggingface.trainer import from_parts
+from peakcast.dialects.huggingface.trainer import PARTS, from_parts
 from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH
 from peakcast.dialects.huggingface.whose_trainer import Whose
 from peakcast.dialects.python.calls import FunctionCall, NotGiven, plain_value
+from peakcast.jobs.spec import TrainingJob
 
 CONFIGS = {
     "TrainingArguments": "", "Seq2SeqTrainingArguments": "", "UnslothTrainingArguments": "sft", "SFTConfig": "sft",
@@ -90,7 +91,15 @@ def values_of(calls: Sequence[FunctionCall], source: str) -> dict[str, Any]:
     prepared = last.get("prepare_model_for_kbit_training", FunctionCall("", (), {"use_gradient_checkpointing": False}))
     asked = prepared.keywords.get("use_gradient_checkpointing", True) is True
     names["checkpoints"] = asked or "gradient_checkpointing_enable" in last
+    names["cut_at"] = _longest_text(calls)
     return {ROLE: {**names, "not_given": lost, "versions": versions, "standby": sleeps}, **plain}
+
+
+def _longest_text(calls: Sequence[FunctionCall]) -> int | None:
+    """Tokens at which the program cuts its texts: the most that a call with `truncation` and `max_length` gives, as calls
+    of tokenizers do; None if none says a number."""
+    cuts = [call.keywords.get("max_length") for call in calls if call.keywords.get("truncation")]
+    return max((size for size in cuts if isinstance(size, int) and size > 0), default=None)
 
 
 def _named(loader: FunctionCall, trainer: FunctionCall) -> dict[str, Any]:
@@ -124,6 +133,7 @@ def from_python_script(pasted: Pasted) -> Translation:
     _model(settings, training, about, unsloth=unsloth)
     _prepared(about, training, notes)
     companions = {key: value for key, value in pasted.companions.items() if key not in ("training", "peft")}
+    pasted.used.update(companions.keys() & set(PARTS))
     if adapter := _adapter(parts, about, settings, unsloth=unsloth):
         companions["peft"] = adapter
     _quantization(parts, training, notes)
@@ -131,12 +141,16 @@ def from_python_script(pasted: Pasted) -> Translation:
     method = CONFIGS.get(str(about.get("config")), "") or TRAINERS.get(str(about.get("trainer")), "")
     config = about.get("config")
     whose = Whose(bool(method), True, f"TRL's by {config}" if method else f"transformers' own by {config}")
+    if not method:
+        _length_of_texts(about, training, notes)
     versions = {"unsloth": NEWEST_UNSLOTH} if unsloth else {}
     versions |= {str(name): str(version) for name, version in _mapping(about.get("versions")).items()}
     asked = AskedVersions(FrozenMapping({**versions, **pasted.versions.given}), pasted.versions.here)
     program = f"{method}.py" if method else ""
     inner = replace(pasted, values=training, companions=companions, versions=asked, program=program)
     job = notes.include(from_parts(inner, "training", whose))
+    if about.get("widens"):
+        job = _widened(job, notes)
     settings.note_left(_MODEL)
     return notes.finish(job)
 
@@ -174,18 +188,44 @@ def _model(settings: Settings, training: dict[str, Any], about: Mapping[str, Any
     settings.given("quantization_config")
 
 
+def _length_of_texts(about: Mapping[str, Any], training: dict[str, Any], notes: Notes) -> None:
+    """Put into `training` the length at which the program's tokenizer cuts texts, as transformers' Trainer has none."""
+    if {"max_length", "max_seq_length", "model_max_length", "block_size"} & set(training):
+        return
+    if cut := about.get("cut_at"):
+        training["max_length"] = cut
+        notes.assumptions.append(f"texts are as long as the program's tokenizer leaves them: max_length={cut}.")
+    else:
+        notes.warnings.append(
+            "The program does not say how many tokens a sequence has (no call with truncation and max_length); 1,024 are "
+            "counted, and the peak grows with them: --sequence-length says yours.",
+            "max_length",
+        )
+
+
 def _prepared(about: Mapping[str, Any], training: dict[str, Any], notes: Notes) -> None:
     """Apply calls that change the loaded network before training."""
     if about.get("checkpoints") and not training.get("gradient_checkpointing"):
         training["gradient_checkpointing"] = True
         notes.assumptions.append("gradient checkpointing is on, by a call on the network.")
-    if about.get("widens"):
-        notes.unsupported.append(
-            "peft's prepare_model_for_kbit_training widens weights that are not quantised, such as the embedding and the "
-            "head, to float32, which is not modelled: 2 bytes more for each of their parameters.",
-            "prepare_model_for_kbit_training",
-            "more",
-        )
+
+
+def _widened(job: TrainingJob, notes: Notes) -> TrainingJob:
+    """`job` after peft's prepare_model_for_kbit_training, which makes float32 of all 16-bit weights that bitsandbytes has
+    not quantised, and of none beside GPTQ's (peft 0.21 utils/other.py)."""
+    if job.finetuning.quantization == "gptq":
+        return job
+    if job.finetuning.quantization and job.parallelism.world_size == 1:
+        widened = {"ends_in_float32": True, "norms_in_float32": True}
+        notes.assumptions.append("peft's prepare_model_for_kbit_training widens norms, embedding and head to float32.")
+        return job.replace(framework_options=FrozenMapping({**job.framework_options, **widened}))
+    notes.unsupported.append(
+        "peft's prepare_model_for_kbit_training widens weights that are not quantised, such as the embedding and the head, "
+        "to float32, which is modelled for quantised networks on one GPU only: 2 bytes more for each of their parameters.",
+        "prepare_model_for_kbit_training",
+        "more",
+    )
+    return job
 
 
 def _generation(settings: Settings, training: dict[str, Any], about: Mapping[str, Any]) -> None:

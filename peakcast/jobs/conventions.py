@@ -258,6 +258,12 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def scores_tokens(job: TrainingJob) -> bool:
+    """Whether the loss is computed from the log-probability of each token, which TRL's head takes without whole logits:
+    preference training, and from trl 1.15 on SFTTrainer (the convention `loss_kernel = "tiles"`)."""
+    return (job.loss.kind in REFERRING and not makes_whole_logits(job)) or conventions(job).get("loss_kernel") == "tiles"
+
+
 def makes_whole_logits(job: TrainingJob) -> bool:
     """Whether log-probabilities are computed from whole logits."""
     return token_scores(job) not in ("", "tiles")

@@ -3,8 +3,12 @@
 import pytest
 
 from peakcast.core.errors import SpecError
+from peakcast.core.fields import FrozenMapping
+from peakcast.dialects.common.asked_versions import AskedVersions
 from peakcast.dialects.huggingface.batch import LENGTHS_CHANGE
+from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
+from peakcast.jobs.conventions import conventions
 
 MODEL = {"model_name_or_path": "qwen2.5-7b", "output_dir": "o"}
 GRPO = {
@@ -168,3 +172,28 @@ def test_keys_of_cpo_and_simpo_are_no_dpo(key):
     read = translation_of({**MODEL, "per_device_train_batch_size": 2, "beta": 2.5, key: 0.5, "max_length": 2048})
     assert (read.job.loss.kind, read.job.reference, read.job.micro_batch_size) == ("cross_entropy", "none", 4)
     assert read.unknown == ()
+
+
+@pytest.mark.parametrize(
+    ("trl", "changes", "loss_kernel", "direction"),
+    [
+        ("1.16.0", "", "tiles", None),
+        ("1.16.0", "loss_type: dft\n", "tiles", None),
+        ("1.16.0", "use_liger_kernel: true\n", "tiles", None),
+        ("1.10.0", "", "eager", "less"),  # in chunks of 256 tokens, which are not counted
+        ("1.10.0", "use_liger_kernel: true\n", "fused_linear", None),
+        ("1.5.1", "", "eager", None),
+        ("1.5.1", "loss_type: chunked_nll\n", "eager", "less"),
+    ],
+)
+def test_sft_makes_no_whole_logits_from_trl_1_15_on(trl, changes, loss_kernel, direction):
+    text = f"model_name_or_path: Qwen/Qwen2.5-0.5B\nper_device_train_batch_size: 2\nmax_length: 512\n{changes}"
+    read = translation_of(text, ReadOptions(versions=AskedVersions(FrozenMapping({"trl": trl, "transformers": "5.17.0"}))))
+    assert conventions(read.job)["loss_kernel"] == loss_kernel
+    said = [finding.direction for finding in read.findings if finding.parameter == "loss_type"]
+    assert said == ([direction] if direction else [])
+
+
+def test_a_release_of_trl_that_is_not_given_is_said():
+    read = translation_of("model_name_or_path: Qwen/Qwen2.5-0.5B\nper_device_train_batch_size: 2\nmax_length: 512\n")
+    assert [finding.direction for finding in read.findings if finding.parameter == "versions.trl"] == ["more"]

@@ -10,6 +10,7 @@ import pytest
 from peakcast.core.errors import SpecError
 from peakcast.dialects.opening import opened
 from peakcast.dialects.python.calls import NotGiven, calls_of
+from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
 
 TRAINING = """
@@ -63,7 +64,29 @@ def test_calls_on_the_loaded_network_count():
     prepared = TRAINING.replace("adapters = ", "model = prepare_model_for_kbit_training(model)\nadapters = ")
     read = translation_of(prepared)
     assert read.job.activation_checkpointing.mode == "full"
-    assert [finding.direction for finding in read.findings if "kbit_training" in finding.parameter] == ["more"]
+    assert read.job.framework_options["ends_in_float32"]
+    assert read.job.framework_options["norms_in_float32"]
+    plain = translation_of(prepared.replace("load_in_4bit=True", "load_in_4bit=False"))
+    assert [finding.direction for finding in plain.findings if "kbit_training" in finding.parameter] == ["more"]
+
+
+def test_texts_are_as_long_as_the_tokenizer_leaves_them():
+    program = (
+        "from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
+        "model = AutoModelForCausalLM.from_pretrained('gpt2')\n"
+        "rows = rows.map(lambda row: tokenizer(row['text'], truncation=True, max_length=768))\n"
+        "Trainer(model, args=TrainingArguments(per_device_train_batch_size=2)).train()\n"
+    )
+    assert translation_of(program).job.sequence_length == 768
+    unsaid = translation_of(program.replace("truncation=True, max_length=768", ""))
+    assert any("--sequence-length says yours" in sentence for sentence in unsaid.warnings)
+
+
+def test_accelerates_file_beside_a_program_is_used(tmp_path):
+    (tmp_path / "acc.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 4\nmixed_precision: bf16\n")
+    read = translation_of(TRAINING, ReadOptions(files=(tmp_path / "acc.yaml",)))
+    assert read.job.parallelism.data_parallel_size == 4
+    assert not any("does not use it" in sentence for sentence in read.warnings)
 
 
 def test_a_loader_of_transformers_4_loads_float32():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from peakcast.jobs.conventions import conventions
+from peakcast.jobs.conventions import conventions, scores_tokens
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.head import head
@@ -98,7 +98,7 @@ class _BlockByBlock:
         self._forward()
         self._hold_while_forward_runs()
         self._hold_variables_of_model()
-        if self.job.loss.kind != "cross_entropy":
+        if self.job.loss.kind != "cross_entropy" or scores_tokens(self.job):
             reference_forward(self.timeline, self.job, self.context, self.start)
         self._backward()
         self._hold_arguments_of_layers()

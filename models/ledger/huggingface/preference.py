@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from peakcast.core.units import FP32, INT64
+from peakcast.jobs.conventions import scores_tokens
 from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import (
     SHIFTED_WITH_NLL,
@@ -90,11 +91,12 @@ def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start
         timeline.hold("logits", Category.LOGITS, widened_bytes(policy), born, timeline.now)
     if policy.loss.token_scores == SHIFTED_WITH_NLL:  # and another to a loss of the chosen half, with its log-softmax
         timeline.hold("nll_loss.log_softmax", Category.LOGITS, widened_bytes(policy) // 2, born, timeline.now)
-    scored = scored_rows(policy) if policy.loss.kind != "cross_entropy" else 0
-    per_token = [("log_probs", "head", scored * FP32), ("entropy", "head", scored * FP32)]
-    per_token += [("mean_logits", "head", scored * FP32), ("is_top1", "head", scored)]
+    scored = scored_rows(policy) if scores_tokens(job) else 0
+    per_token = [("log_probs", "head", scored * FP32), ("entropy", "head", scored * FP32), ("is_top1", "head", scored)]
+    if job.loss.kind != "cross_entropy":  # trl 1.16.0 SFTTrainer.__init__ asks for the other three alone
+        per_token.append(("mean_logits", "head", scored * FP32))
+        timeline.hold("labels", Category.INPUTS, tokens, start, timeline.now)
     timeline.hold_all(per_token, Category.LOGITS, born, timeline.now)
-    timeline.hold("labels", Category.INPUTS, tokens, start, timeline.now)
 
 
 def _reference_job(job: TrainingJob) -> TrainingJob:

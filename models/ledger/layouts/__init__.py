@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from peakcast.core.units import DTYPE_BYTES, MIB
-from peakcast.jobs.conventions import conventions, mixes_precision
+from peakcast.jobs.conventions import conventions, mixes_precision, scores_tokens
 from peakcast.jobs.loss import REFERRING
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
@@ -162,11 +162,12 @@ def finds_final_norm(job: TrainingJob) -> bool:
 
 
 def gathers_head_itself(job: TrainingJob) -> bool:
-    """Whether the head's weight is an FSDP2 group by itself whose hooks preference training bypasses: accelerate does not
+    """Whether the head's weight is an FSDP2 group by itself whose hooks TRL's trainers bypass: accelerate does not
     find the final norm with which the weight would be gathered."""
     apart = conventions(job).get("fsdp2_units") == "ends" and not job.architecture.tie_word_embeddings
     sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.parallelism.num_replicas > 1
-    return job.loss.kind in REFERRING and not finds_final_norm(job) and sharded and apart
+    scored = job.loss.kind in REFERRING or scores_tokens(job)
+    return scored and not finds_final_norm(job) and sharded and apart
 
 
 def expert_ranks(job: TrainingJob) -> int:

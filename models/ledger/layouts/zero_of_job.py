@@ -7,8 +7,7 @@ from typing import Any
 
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import DTYPE_BYTES
-from peakcast.jobs.conventions import conventions, fuses_loss, makes_whole_logits
-from peakcast.jobs.loss import REFERRING
+from peakcast.jobs.conventions import conventions, fuses_loss, scores_tokens
 from peakcast.jobs.ranks import ranks_that_differ
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
@@ -72,10 +71,9 @@ def _zero3(
     if chosen.get("experts_implementation") == "loop" and not family.experts.viewed_before_5:
         tensors = expert_by_expert(tensors)
     if modules is None:
-        scored = job.loss.kind in REFERRING and not makes_whole_logits(job)
         modules = Zero3Modules(
             [tensor for tensor in tensors if tensor.sharded],
-            head_of_root=scored or fuses_loss(job),
+            head_of_root=scores_tokens(job) or fuses_loss(job),
             leaf="mlp" if family.libraries.deepspeed_leaf else "",
             family=job.architecture.model_type,
         )

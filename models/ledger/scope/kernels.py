@@ -46,6 +46,10 @@ FUSED_KERNELS = Section("fused kernels", (
     more("framework_options.loss_kernel",
          option("loss_kernel", "in_place", "chunked") & (job.divides_model | job.compiles | job.preference),
          "loss_kernel={loss_kernel!r} is modelled for cross entropy on whole logits, without torch.compile."),
+    unknown("framework_options.loss_kernel",
+            option("loss_kernel", "tiles") & (job.divides_model | job.compiles | ~job.decoder | job.generates),
+            "TRL's own head of SFTTrainer (loss_kernel='tiles') was compared with traces of decoders without tensor, "
+            "pipeline and context parallelism and without torch.compile only."),
     more("framework_options.lora_kernel",
          job.fused_lora & (job.divides_model | job.sharded_otherwise_than_fsdp1 | job.zero | job.compiles),
          "fused LoRA is modelled on one GPU and with FSDP1, without torch.compile."),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from peakcast.core.errors import SpecError
+from peakcast.core.fields import FrozenMapping
 from peakcast.core.versions import release, resolved
 from peakcast.dialects.common.generation import READ, RLOO_BETA, SAMPLING, Generation, generation_of
 from peakcast.dialects.common.pasted import Pasted
@@ -17,7 +18,9 @@ from peakcast.dialects.common.translation import AlternativeReading, Notes, Sett
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import METHODS, method_of_program, with_method
+from peakcast.dialects.huggingface.trl_adapters import with_casts_of_trl
 from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
+from peakcast.dialects.huggingface.trl_loss import take_sft_loss
 from peakcast.dialects.huggingface.whose_trainer import EXAMPLE_SCRIPT, OF_EXAMPLES, SCORING_SCRIPTS, Whose, whose_trainer
 
 PARTS = ("training", "hf_config", "peft", "deepspeed", "accelerate")
@@ -168,6 +171,8 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     method = _method(pasted.program, training)
     generation = _generation(training, notes, method) if METHODS.get(method, METHODS["sft"]).kind == "grpo" else None
     _note_loss(training, method, notes)
+    versions = pasted.versions.of("huggingface")
+    loss_options = take_sft_loss(training, method, versions, notes) if whose.trl else {}
     _note_images(training, notes)
     num_gpus = _take_from_launcher(launcher, pasted, training, notes)
     _drop(training, notes, lambda key: bool(_SCRIPT.fullmatch(key)))
@@ -177,9 +182,10 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     _drop(training, notes, of_methods.__contains__)
     if training.get("packing") is True and whose.trl:
         training.setdefault("packing_strategy", "bfd")  # since trl 0.18
-    versions = pasted.versions.of("huggingface")
     translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus, versions=versions)
     job = notes.include(translation)
+    job = job.replace(framework_options=FrozenMapping({**job.framework_options, **loss_options}))
+    job = with_casts_of_trl(job, versions, notes) if whose.trl else job
     job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
     return notes.finish(job)
 
@@ -236,14 +242,9 @@ def _note_loss(training: dict[str, Any], method: str | None, notes: Notes) -> No
         training.pop("model_class", None)
     if Settings({"use_liger_loss": training.pop("use_liger_loss", False)}, notes, "trl").switch("use_liger_loss"):
         notes.unsupported.append("Liger's preference loss (use_liger_loss) is not modelled.", "use_liger_loss", "less")
-    loss = training.pop("loss_type", None)
-    if method == "kto" and loss == "apo_zero_unpaired":
+    if method == "kto" and training.get("loss_type") == "apo_zero_unpaired":
         notes.assumptions.append("loss_type=apo_zero_unpaired has no forward for the KL term; KTO's is counted.")
-    if loss == "chunked_nll":
-        notes.unsupported.append(
-            "trl's chunked loss (loss_type=chunked_nll) is not modelled; whole logits are assumed.", "loss_type", "less"
-        )
-    elif loss is not None:
+    if method != "sft" and training.pop("loss_type", None) is not None:
         notes.ignored.append("loss_type")
 
 

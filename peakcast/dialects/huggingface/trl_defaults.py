@@ -34,7 +34,7 @@ def take_trl_defaults(training: dict[str, Any], versions: Mapping[str, Any], not
         if key in training or (key == "bf16" and training.get("fp16")):
             continue
         since = ".".join(map(str, default.since))
-        if _has(default, versions):
+        if has_default(default, versions):
             training[key] = default.value
             notes.assumptions.append(f"{key} is not given; the default of trl (since {since}) is {default.value}.")
         else:
@@ -48,7 +48,7 @@ def take_trl_defaults(training: dict[str, Any], versions: Mapping[str, Any], not
                 notes.ignored.append(f"model_init_kwargs.{key}")
 
 
-def _has(default: Default, versions: Mapping[str, Any]) -> bool:
+def has_default(default: Default, versions: Mapping[str, Any]) -> bool:
     """Whether the trl of `versions` has `default`; where trl is not given, whether one that has it runs with their
     transformers."""
     known = resolved(versions)

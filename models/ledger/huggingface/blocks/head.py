@@ -48,7 +48,7 @@ def head(context: HFContext) -> Template:
 
 def loss_of(context: HFContext) -> str:
     """Which of LOSSES the network has."""
-    if context.loss.kind != "cross_entropy":
+    if context.kernels.loss == "tiles" or context.loss.kind != "cross_entropy":
         return "reward" if context.loss.kind == "reward" else "log_probabilities"
     if context.kernels.fused_loss:
         return "fused"
@@ -67,7 +67,7 @@ def _scores(build: BlockBuilder, final: Tensor, sequence_output: Tensor) -> None
 
 
 def _log_probabilities(build: BlockBuilder, final: Tensor, sequence_output: Tensor) -> None:
-    """Preference training's log-probability of each token."""
+    """TRL's log-probability of each token."""
     build.tape.begin_loss()
     with build.tape.marked(Mark.LM_HEAD):
         token_log_probabilities(build.tape, final, build.context)
@@ -177,7 +177,7 @@ def _lm_head(build: BlockBuilder, x: Tensor, layer: LinearLayer) -> Tensor:
 def logits_bytes_kept_by_outputs(context: HFContext, *, widened: bool) -> int:
     """Bytes of the logits in the model's outputs, which the caller may keep; 0 with a fused loss. `widened`: accelerate's
     `convert_outputs_to_fp32` has made them fp32 under autocast."""
-    if context.kernels.fused_loss or context.loss.kind != "cross_entropy":
+    if context.kernels.fused_loss or loss_of(context) in ("log_probabilities", "reward"):
         return 0
     wide = context.loss.logits_upcast in ("model", "model_unshifted", "wrapper") or (widened and context.precision.autocast)
     element = FP32 if wide else context.precision.compute_bytes

@@ -36,7 +36,7 @@ def tied_in_graph(context: HFContext) -> bool:
     last, and the logits' gradient and the final norm's output live until then."""
     tied = context.trainable and context.architecture.tie_word_embeddings
     # else no product of its own makes the logits
-    whole = context.loss.kind == "cross_entropy" and not context.kernels.fused_loss
+    whole = context.loss.kind == "cross_entropy" and not context.kernels.fused_loss and context.kernels.loss != "tiles"
     return tied and whole and context.compiled.issuperset(("ends", "loss"))
 
 

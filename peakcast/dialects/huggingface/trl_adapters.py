@@ -1,0 +1,40 @@
+"""What TRL's trainers cast before they train adapters of a network that bitsandbytes has quantised.
+
+Source: trl 1.0.0, 1.14.2 and 1.16.0 `trainer/sft_trainer.py` and `dpo_trainer.py` ("the PEFT adapter weights are converted
+to bf16"); 0.11.4, 0.15.2, 0.19.1 and 0.24.0 `models/utils.py` prepare_peft_model, peft_module_casting_to_bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from peakcast.core.fields import FrozenMapping
+from peakcast.core.versions import resolved
+from peakcast.dialects.common.translation import Notes
+from peakcast.dialects.huggingface.trl_defaults import Default, has_default
+from peakcast.jobs.spec import TrainingJob
+
+NARROWS = Default("bfloat16", (1, 0), (4, 56))
+
+
+def with_casts_of_trl(job: TrainingJob, versions: Mapping[str, Any], notes: Notes) -> TrainingJob:
+    """`job` as TRL's trainers cast it: from 1.0 on adapters are in bfloat16; before, norms in float32, and without bfloat16
+    or 4 bits embedding and head too. Under DeepSpeed and FSDP what these cast themselves holds."""
+    kind, layout = job.finetuning.quantization, job.parallelism
+    if kind not in ("nf4", "int8") or "unsloth" in resolved(versions) or job.framework != "huggingface":
+        return job
+    sharded = layout.sharding != "none" and layout.world_size > 1
+    if sharded and not (layout.sharding == "fsdp2" and kind == "nf4" and has_default(NARROWS, versions)):
+        return job
+    if has_default(NARROWS, versions):
+        notes.assumptions.append("trl (since 1.0) makes adapters of quantised networks bfloat16.")
+        return job.replace(
+            finetuning=replace(job.finetuning, adapter_dtype="bfloat16"),
+            precision=replace(job.precision, gradients="bfloat16", optimizer_states="bfloat16"),
+        )
+    notes.assumptions.append("trl before 1.0 widens the norms of quantised networks to float32 (prepare_peft_model).")
+    narrow_ends = kind == "nf4" and job.precision.compute == "bfloat16"
+    widened = {"norms_in_float32": True, **({} if narrow_ends else {"ends_in_float32": True})}
+    return job.replace(framework_options=FrozenMapping({**job.framework_options, **widened}))

@@ -1,0 +1,58 @@
+"""How TRL's SFTTrainer computes its loss, by release.
+
+Source: trl 1.5.1, 1.6.0, 1.14.2, 1.15.0 and 1.16.0 `trainer/sft_config.py` loss_type, `trainer/sft_trainer.py`
+SFTTrainer.__init__ and compute_loss; `trainer/utils.py` add_fused_lm_head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from peakcast.core.versions import resolved
+from peakcast.dialects.common.translation import Notes
+from peakcast.dialects.huggingface.trl_defaults import Default, has_default
+
+TILES = Default("tiles", (1, 15), (4, 56))
+CHUNKS = Default("chunked_nll", (1, 6), (4, 56))
+"""From 1.6 to 1.14, unless Liger's kernels are asked for."""
+
+
+def take_sft_loss(training: dict[str, Any], method: str, versions: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    """Remove `loss_type` from `training`; returns the conventions of SFTTrainer's own. Where it has its own head, of
+    Liger's kernels only those of layers run. For other methods, nothing."""
+    if method not in ("sft", "pt"):
+        return {}
+    kind = training.pop("loss_type", None)
+    if "unsloth" in resolved(versions):  # replaces the head itself
+        return {}
+    if has_default(TILES, versions):
+        if training.get("compute_loss_func") or training.get("label_smoothing_factor"):
+            notes.unsupported.append(
+                "trl (since 1.15) also computes whole logits where a loss of one's own or label_smoothing_factor asks for "
+                "them; its own head is not counted beside them.",
+                "label_smoothing_factor",
+                "more",
+            )
+            return {}
+        if training.pop("use_liger_kernel", False):
+            training["liger_kernels"] = True
+        if "trl" not in resolved(versions):
+            notes.warnings.append(
+                "The release of trl is not given: from 1.15 on SFTTrainer makes no whole logits, as counted here; before "
+                "1.6 it made them, which takes more: --versions trl=1.5 counts that.",
+                "versions.trl",
+                "more",
+            )
+        return {"loss_kernel": TILES.value}
+    usual = "nll" if training.get("use_liger_kernel") or not has_default(CHUNKS, versions) else CHUNKS.value
+    if (kind or usual) == CHUNKS.value:
+        notes.unsupported.append(
+            "trl's loss over chunks of 256 tokens (loss_type=chunked_nll, the default of trl 1.6 to 1.14) is not modelled; "
+            "whole logits are assumed.",
+            "loss_type",
+            "less",
+        )
+    elif kind is not None:
+        notes.ignored.append("loss_type")
+    return {}
