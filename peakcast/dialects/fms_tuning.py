@@ -82,11 +82,21 @@ def _training(settings: Settings) -> dict[str, Any]:
 def _quantization(settings: Settings) -> dict[str, Any]:
     """How the weights are quantised: `--auto_gptq triton_v2`, `--bnb_qlora nf4` (older: `--bitsandbytes nf4`)."""
     if settings.words("auto_gptq"):
+        _first(settings, "auto_gptq", ("triton_v2",))
         return {"quant_method": "gptq"}
-    kind = settings.words("bnb_qlora") or settings.words("bitsandbytes")
-    if not kind:
+    key = "bnb_qlora" if settings.words("bnb_qlora") else "bitsandbytes"
+    if not settings.words(key):
         return {}
-    return {"load_in_4bit": True, "bnb_4bit_quant_type": kind[0], "bnb_4bit_use_double_quant": True}
+    kind = _first(settings, key, ("nf4", "fp4"))
+    return {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": True}
+
+
+def _first(settings: Settings, key: str, known: tuple[str, ...]) -> str:
+    """The first of the values of `key`. Raises: SpecError for one that is not `known`."""
+    first = settings.words(key)[0]
+    if first not in known:
+        raise settings.refuse(key, f"must begin with {' or '.join(known)}", settings.raw(key))
+    return first
 
 
 def _adapter(settings: Settings) -> dict[str, Any] | None:
@@ -114,7 +124,9 @@ def _with_kernels(job: TrainingJob, settings: Settings) -> TrainingJob:
     """`job` with fms-acceleration's kernels, if it has them: of loss, norms and rotary embedding together, and of adapters
     on quantised weights."""
     fast = [word.lower() in ("true", "1") for word in settings.words("fast_kernels")]
-    fused = settings.words("fused_lora")
+    fused = bool(settings.words("fused_lora"))
+    if fused:
+        _first(settings, "fused_lora", ("auto_gptq", "bitsandbytes"))
     if not any(fast):
         return job
     options: dict[str, Any] = {**job.framework_options, "fused_kernels": True}
