@@ -17,6 +17,7 @@ from peakcast.collectors.dryrun.evaluation import Evaluations
 from peakcast.collectors.dryrun.lengths import StepLengths
 from peakcast.collectors.dryrun.patience import Patience
 from peakcast.collectors.tracing.phases import announced, inside_backward
+from peakcast.collectors.tracing.quantized_constants import constants_of
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
@@ -190,7 +191,8 @@ class ScriptSteps:
             self._names.setdefault(id(part), _plain(name))
         for name, parameter in network.named_parameters():
             self._parameters.setdefault(id(parameter), _plain(name))
-        self.tracer.name(((_plain(name), one) for name, one in network.named_parameters()), Category.PARAMETERS)
+        weights = [*network.named_parameters(), *constants_of(network)]
+        self.tracer.name(((_plain(name), one) for name, one in weights), Category.PARAMETERS)
 
     def _name_unmet(self) -> None:
         """Name the weights of modules that never ran by themselves and are in no network that did, such as a teacher that a

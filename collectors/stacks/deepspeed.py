@@ -7,6 +7,7 @@ same states.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -124,7 +125,9 @@ def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
         )
     config = configuration(job)
     splits = job.parallelism.zero_stage == 3 and not job.finetuning.quantization
-    torch.utils._device._device_constructors()  # torch remembers them, not what zero.Init puts in their places meanwhile
+    # torch remembers functions as they are now, not what zero.Init puts in their places meanwhile
+    torch.utils._device._device_constructors()
+    importlib.import_module("torch._dynamo")  # which transformers loads with a network, and which refuses the others
     making = deepspeed.zero.Init(config_dict_or_path=config) if splits else None
     inner = huggingface.build(plain, device, making)
     if job.loss.kind != "cross_entropy":

@@ -25,6 +25,7 @@ from peakcast.collectors.stacks.steps.stepping import name_gradients
 from peakcast.collectors.tracing import kernel_packages, known_values, zero3_linear
 from peakcast.collectors.tracing.fsdp_wrapping import ModuleGroup, groups_of, wraps_blocks
 from peakcast.collectors.tracing.installed_families import defaults_of, read_of
+from peakcast.collectors.tracing.quantized_constants import constants_of
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
 from peakcast.collectors.tracing.trace import fake_mode, num_nonzero, one_thread, prepare, reads_values
 from peakcast.collectors.tracing.traceable import check_traceable
@@ -133,7 +134,7 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> tuple[dict[str
         weights = list(training.model.named_parameters())
         tracer.name(weights, Category.PARAMETERS)
         tracer.name(training.model.named_buffers(), Category.OTHER)
-        tracer.name(_constants(training.model), Category.OTHER)
+        tracer.name(constants_of(training.model), Category.OTHER)
         blocks = dict(blocks_of(training.model))
         with tracer.watching(training.model), tracer.following(training.model), observed_results(blocks) as results:
             for _ in range(steps):
@@ -158,16 +159,6 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> tuple[dict[str
 def _groups(training: Any) -> list[ModuleGroup]:
     """What FSDP gathers together outside of the blocks; unknown for other libraries' networks."""
     return [] if own_network(training.job) is not None else groups_of(training.model)
-
-
-def _constants(model: Any) -> Iterator[tuple[str, Any]]:
-    """Tensors that bitsandbytes keeps with a packed weight."""
-    for name, part in model.named_modules():
-        state = getattr(part, "quant_state", None)
-        for of, found in (("", state), ("nested_", getattr(state, "state2", None))):
-            for key in ("absmax", "code", "offset"):
-                if getattr(found, key, None) is not None:
-                    yield f"{name}.weight.{of}{key}", getattr(found, key)
 
 
 def _step(training: Any, tracer: StretchTracer) -> None:
