@@ -47,6 +47,12 @@ class _Anything:
     def __getitem__(self, grid: Any) -> Any:
         return self
 
+    def __contains__(self, name: object) -> bool:
+        return False  # else Python would ask for one item after the other, without end
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
         return (_Anything,)
 

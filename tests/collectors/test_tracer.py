@@ -275,3 +275,11 @@ def test_softmax_copies_an_input_that_is_not_contiguous():
     made = tracer.timeline(0, tracer.now)
     copies = [size for name, size in zip(made.names, made.num_bytes.tolist(), strict=True) if name == "contiguous_copy"]
     assert copies == [2 * 3 * 1024 * 4]
+
+
+def test_a_stub_of_triton_has_no_members_to_look_through():
+    """torch asks for a backend by `in`; without an answer Python would take item after item of a stub, without end."""
+    from peakcast.collectors.tracing.triton_stub import _Anything
+
+    assert "cpu" not in _Anything().backends
+    assert list(_Anything().backends) == []
