@@ -22,7 +22,7 @@ def assumption_on_adapter_targets(job: TrainingJob) -> str:
         return ""
     if not job.finetuning.targets:
         return "" if has_default_targets(job.architecture) else _default_targets_assumed(job.architecture)
-    known = {*projections(job.architecture), *shared_expert_projections(job), *(*TABLES, *HEADS), *EXPERTS, "all-linear"}
+    known = {*projections(job.architecture), *shared_expert_projections(job), *TABLES, *HEADS, *EXPERTS, "all-linear"}
     unknown = [repr(target) for target in job.finetuning.targets if target not in known]
     if not unknown:
         return ""
