@@ -80,7 +80,7 @@ Rule = tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob], object], str
 def _compiles_layers(job: TrainingJob) -> bool:
     """Whether the layers are compiled one by one in a layout that they were traced in, and nothing between them is."""
     alone = job.parallelism.world_size == 1 or compiles_shards(job)
-    return alone and conventions(job)["compiled_regions"] != "network_in_parts"
+    return alone and (job.framework == "huggingface" or conventions(job)["compiled_regions"] != "network_in_parts")
 
 
 SINGLE_GPU: dict[str, Rule] = {

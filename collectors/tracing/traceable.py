@@ -39,12 +39,12 @@ def check_traceable(job: TrainingJob) -> None:
 
 def _beside_compile(job: TrainingJob) -> str:
     """A setting of `job` that was never traced together with torch.compile, in words; "" if there is none."""
-    from peakcast.collectors.stacks.parts.compiled import compiles_shards
+    from peakcast.collectors.stacks.parts.compiled import compiles_replica, compiles_shards
 
     checks = (
         (
-            job.parallelism.world_size > 1 and not compiles_shards(job),
-            "several ranks, but for layers compiled by themselves under FSDP2 or HSDP",
+            job.parallelism.world_size > 1 and not (compiles_shards(job) or compiles_replica(job)),
+            "several ranks, but for FSDP2, HSDP, and a Hugging Face network under DDP",
         ),
         (job.task != "train", "generation"),
         (job.attention not in ("sdpa", "eager"), f"attention={job.attention!r}, whose kernels are compiled too"),

@@ -11,15 +11,25 @@ from peakcast.jobs.spec import TrainingJob
 
 
 def is_compiled_whole(job: TrainingJob) -> bool:
-    """Whether forward and loss are one graph, so that nothing separates their phases."""
-    return job.compile and conventions(job)["compiled_regions"] == "network"
+    """Whether the network is compiled in one call, with its loss, so that nothing separates their phases."""
+    regions = conventions(job)["compiled_regions"]
+    return job.compile and (regions == "network" or (regions == "network_in_parts" and job.framework == "huggingface"))
 
 
 def compiles_shards(job: TrainingJob) -> bool:
-    """Whether each layer is compiled by itself and sharded afterwards, as torchtitan and accelerate do it: gathers and
-    reductions then run around the compiled graph, outside it."""
+    """Whether each layer is a graph by itself, which is sharded: gathers and reductions then run around the compiled graph,
+    outside it. torchtitan and accelerate compile the layers one by one before; hooks of FSDP2 also divide a network that
+    accelerate compiles in one call."""
     sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.parallelism.num_replicas > 1
-    return job.compile and not is_compiled_whole(job) and sharded
+    return job.compile and conventions(job)["compiled_regions"] != "network" and sharded
+
+
+def compiles_replica(job: TrainingJob) -> bool:
+    """Whether a network that DDP has wrapped is compiled in one call, as accelerate does it: Dynamo makes a graph of what
+    each of DDP's buckets has the weights of (torch 2.13 _dynamo/backends/distributed.py, DDPOptimizer)."""
+    layout = job.parallelism
+    alone = layout == type(layout)(data_parallel_size=layout.data_parallel_size)
+    return is_compiled_whole(job) and job.framework == "huggingface" and alone
 
 
 def outermost_layers(model: Any, classes: tuple[type, ...]) -> list[Any]:

@@ -19,7 +19,18 @@ from peakcast.models.ledger.compiled.forward import adapted
 from peakcast.models.ledger.compiled.graphs_in_turn import both_graphs
 from peakcast.models.ledger.compiled.inductor_graph import InductorGraph
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.compiled.ops import INPUT, NARROWED, OUTPUT, PRODUCTS, SEEDS, op, recomputed, wanted
+from peakcast.models.ledger.compiled.ops import (
+    INPUT,
+    MASK,
+    NARROWED,
+    OUTPUT,
+    PRODUCTS,
+    SEEDS,
+    Names,
+    op,
+    recomputed,
+    wanted,
+)
 from peakcast.models.ledger.compiled.template import Given, compiled_template
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention_kernel
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
@@ -33,9 +44,15 @@ def is_compiled_alone(context: HFContext) -> bool:
     """Whether this module describes the graphs of the context's layer."""
     dense = "alone" in family_of(context.architecture).traces.compiled and not context.layer.routed
     plain = dense and (context.trainable or context.compiles_adapters)
-    plain = plain and not (context.layer.masked or context.packing.num_sequences)
+    plain = plain and (context.attention.implementation == "sdpa" and not context.packing.num_sequences)
+    unmasked = attention_kernel(context) == "flash" and not context.layer.masked
     whole = context.group == WHOLE and not (context.backward.in_two_parts or context.backward.saves_on_cpu)
-    return "layers" in context.compiled and plain and whole and attention_kernel(context) == "flash"
+    return "layers" in context.compiled and plain and whole and (unmasked or given_mask(context))
+
+
+def given_mask(context: HFContext) -> bool:
+    """Whether the layer's own graph makes a mask of numbers from the bool mask that it is given."""
+    return context.layer.masked and context.divided_by_hooks
 
 
 @lru_cache(maxsize=256)
@@ -57,11 +74,28 @@ def layer_graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, I
         backward = wanted([one for one in backward if one.name != "d_input"])
     if ops.drops:
         forward.insert(0, op(SEEDS, (), 2 * INT64))
+    if given_mask(context):
+        forward = with_masks(forward, [MASK], mask_bytes(context))
     if ops.casts:
         backward = [op(NARROWED, OUTPUT_GRADIENT, ops.hidden), *backward]
     kept = kept_of(context, forward, recomputes) - recomputed_inputs(forward)
-    everything = recomputed(ops.forward(again=True), backward, kept)
+    again = ops.forward(again=True)
+    if given_mask(context):
+        again = with_masks(again, [MASK], mask_bytes(context))
+    everything = recomputed(again, backward, kept)
     return both_graphs(inlined(forward), inlined(everything), kept, {OUTPUT}, ops.parts_read)
+
+
+def mask_bytes(context: HFContext) -> int:
+    """Bytes of a mask that is added to scores: [micro_batch_size, 1, sequence_length, sequence_length]."""
+    return context.batch * context.sequence**2 * context.precision.compute_bytes
+
+
+def with_masks(inside: list[Op], masks: Sequence[str], num_bytes: int, reads: Names = ()) -> list[Op]:
+    """The operations of a layer, with that which makes `masks` of what it `reads`, where one is first read."""
+    at = next(place for place, each in enumerate(inside) if MASK in each.reads)
+    made = op(MASK, reads, writes=dict.fromkeys(masks, num_bytes))
+    return [*inside[:at], made, *inside[at:]]
 
 
 def kept_of(context: HFContext, forward: Sequence[Op], recomputes: bool) -> set[str]:

@@ -6,7 +6,6 @@ backward at once, so it may compute a weight's gradient as late as the end, if t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -14,7 +13,7 @@ from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.compiled.layer import kept_of
+from peakcast.models.ledger.compiled.layer import kept_of, mask_bytes, with_masks
 from peakcast.models.ledger.compiled.ops import (
     INPUT,
     MASK,
@@ -35,7 +34,7 @@ from peakcast.networks.families import family_of
 from peakcast.networks.windows import attends_to_everything
 from peakcast.timelines.timeline import Category
 
-WHOLE_NETWORK = frozenset({"layers", "ends", "loss", "mask"})
+WHOLE_NETWORK = frozenset({"layers", "embedding", "final_norm", "loss", "mask", "network"})
 TANGENT = "logits.tangent"
 """The gradient of the logits, which the graph returns besides the loss: zeros of the same size."""
 
@@ -81,7 +80,7 @@ def _module_of(name: str) -> tuple[str, str]:
 
 def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Graph, Graph]:
     """The forward and backward graphs of a network with these `layers`."""
-    one, size = layers[0], layers[0].precision.compute_bytes
+    one = layers[0]
     embedded, reads = _embedded(one, len(layers))
     made = family_of(one.architecture).ends.scales_embedding or len(reads) > 1  # computed, so it can be recomputed
     looked_up = one.trainable and not made  # rows of a frozen table are looked up again instead
@@ -90,7 +89,7 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
         for index, layer in enumerate(layers)
     ]
     masks = _masks(one, len(layers))
-    parts[0] = parts[0][0], _with_masks(parts[0][1], masks, one.batch * one.sequence**2 * size), parts[0][2]
+    parts[0] = parts[0][0], with_masks(parts[0][1], masks, mask_bytes(one), ("sequences",)), parts[0][2]
     network = _LayersInTurn(
         forward=[*embedded, op("sequences", (), one.rows * INT64)],
         kept={*reads, "positions", "sequences", *masks},
@@ -167,13 +166,6 @@ class _LayersInTurn:
         self.summed = (self.given, f"{prefix}o", f"{prefix}down")
         self.given = prefix + OUTPUT
         self.number += 1
-
-
-def _with_masks(inside: list[Op], masks: Sequence[str], num_bytes: int) -> list[Op]:
-    """The operations of the first layer, with that which makes the masks of all, where one is first read."""
-    at = next(place for place, each in enumerate(inside) if MASK in each.reads)
-    made = op(MASK, "sequences", writes=dict.fromkeys(masks, num_bytes))
-    return [*inside[:at], made, *inside[at:]]
 
 
 def _masks(context: HFContext, layers: int) -> list[str]:

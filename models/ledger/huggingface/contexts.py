@@ -51,15 +51,17 @@ from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK, virtua
 from peakcast.networks.families import family_of
 
 COMPILED: dict[tuple[str, str], frozenset[str]] = {
-    ("network", "huggingface"): frozenset({"layers", "ends", "loss", "mask"}),
-    ("network", "torch"): frozenset({"layers", "ends", "loss", "mask"}),
-    ("layers", "huggingface"): frozenset({"layers", "ends"}),
-    ("network_in_parts", "torch"): frozenset({"layers", "ends"}),
+    ("network", "huggingface"): frozenset({"layers", "embedding", "final_norm", "loss", "mask", "network"}),
+    ("network", "torch"): frozenset({"layers", "embedding", "final_norm", "loss", "mask", "network"}),
+    ("network_in_parts", "huggingface"): frozenset({"layers", "final_norm", "loss", "mask"}),
+    ("network_in_parts", "torch"): frozenset({"layers", "embedding", "final_norm"}),
+    ("layers", "huggingface"): frozenset({"layers", "embedding", "final_norm"}),
     ("layers", "torch"): frozenset({"layers", "loss"}),
     ("loss", "torch"): frozenset({"loss"}),
 }
-"""(regions, stack) -> the parts that are compiled: "layers"; "ends", the embedding and the final norm; "loss"; "mask", the
-computation of the mask (`collectors/stacks/parts/compiled.py`)."""
+"""(regions, stack) -> the parts that are compiled: "layers", "embedding", "final_norm", "loss"; "mask", the computation of
+the mask, so that there is one; "network", all of these as one graph (`collectors/stacks/parts/compiled.py`). Where hooks of
+FSDP2 break the graph of a Hugging Face network, torch's own modules (embedding, lm_head) are not compiled."""
 
 
 def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) -> HFContext:
@@ -82,7 +84,7 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
         linears=_linears(job, convention),
         experts=_experts(job, convention),
         loss=_loss(job, convention),
-        kernels=kernels.layer_compiled() if "ends" in compiled else kernels,
+        kernels=kernels.layer_compiled() if "final_norm" in compiled else kernels,
         compiled=compiled,
         compiles_adapters=_compiles_adapters(job),
         backward=_backward(job, convention),
@@ -293,8 +295,12 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         parts=architecture.layer_types[index] if architecture.layer_types else "",
         frozen_get_gradients=frozen_get_gradients(job),
     )
-    kernels = context.kernels.layer_compiled() if "layers" in context.compiled else context.kernels
-    return replace(context, layer=layer, linears=linears, kernels=kernels)
+    compiled, kernels = context.compiled, _kernels(conventions(job))
+    checkpointing = job.activation_checkpointing
+    if checkpointing.mode != "none" and index % checkpointing.every_n_layers == 0 and context.divided_by_hooks:
+        compiled -= {"layers"}  # torch.utils.checkpoint switches Dynamo off, unless a graph has it
+    kernels = kernels.layer_compiled() if "layers" in compiled else kernels
+    return replace(context, layer=layer, linears=linears, kernels=kernels, compiled=compiled)
 
 
 def _first_linear(architecture: Architecture) -> str:

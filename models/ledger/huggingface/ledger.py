@@ -22,7 +22,7 @@ from peakcast.models.ledger.huggingface.contexts import block_context, first_con
 from peakcast.models.ledger.huggingface.inputs import hold_inputs, hold_parts_of_inputs
 from peakcast.models.ledger.huggingface.micro_batch import run_micro_batch
 from peakcast.models.ledger.huggingface.model import hold_buffers, hold_tied_gradient
-from peakcast.models.ledger.huggingface.outputs import hold_outputs_of_before, outputs_made
+from peakcast.models.ledger.huggingface.outputs import hold_outputs_of_before
 from peakcast.models.ledger.huggingface.preference import as_trained, hold_reference
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters, weights_job
 from peakcast.models.ledger.layouts import layout_of
@@ -30,7 +30,7 @@ from peakcast.models.ledger.layouts.base import Layout
 from peakcast.models.ledger.layouts.optimizer_step import hand_updates, place_optimizer_step
 from peakcast.models.ledger.optimizers.choice import optimizer_rule
 from peakcast.models.ledger.tape.columns import RecordedColumns
-from peakcast.models.ledger.tape.step import Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.workspaces import multiprocessors_of, training_workspaces
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
@@ -111,7 +111,7 @@ def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
     made = _one_micro_batch(_graph_job(job), multiprocessors_of(device))
     timeline = made.step.fork(_resident(weights_job(job)), _workspaces(training_workspaces(device, job)))
     first, context = step == "first", made.context
-    hold_outputs_of_before(timeline, first, job=job, context=context, start=made.start, loss_made=made.loss_made)
+    hold_outputs_of_before(timeline, first, job=job, context=context, start=made.start, loss=made.loss)
     _optimizer_on_one_gpu(timeline, job, step)
     return timeline
 
@@ -138,11 +138,10 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
         layout.begin_micro_batch(timeline, first=micro_batch == 0, last=last)
         found = first_context(job, context) if first else context
         loss = run_micro_batch(timeline, job, found, keeps_gradients=micro_batch == 0 or sums, last=last)
-        loss_made = outputs_made(job, loss)
         if step is None and micro_batch == 0:
-            timeline.differs(partial(hold_outputs_of_before, job=job, context=context, start=start, loss_made=loss_made))
+            timeline.differs(partial(hold_outputs_of_before, job=job, context=context, start=start, loss=loss))
         else:
-            hold_outputs_of_before(timeline, first, job=job, context=context, start=start, loss_made=loss_made)
+            hold_outputs_of_before(timeline, first, job=job, context=context, start=start, loss=loss)
         ended = timeline.now
         layout.end_backward(timeline)
         if sums:
@@ -160,8 +159,8 @@ class _OneMicroBatch(NamedTuple):
     context: HFContext
     start: int
     """The instant at which the micro-batch begins."""
-    loss_made: int
-    """The instant at which its outputs exist."""
+    loss: BlockRun
+    """The run of its head."""
 
 
 @lru_cache(maxsize=8)
@@ -172,7 +171,7 @@ def _one_micro_batch(job: TrainingJob, gpu: tuple[int, int] | None) -> _OneMicro
     hold_buffers(timeline, job)
     start = timeline.now
     loss = run_micro_batch(timeline, job, context, keeps_gradients=True, last=True)
-    return _OneMicroBatch(timeline, context, start, outputs_made(job, loss))
+    return _OneMicroBatch(timeline, context, start, loss)
 
 
 @lru_cache(maxsize=1024)

@@ -152,7 +152,7 @@ class _BlockByBlock:
             hold_leaf(timeline, self.blocks.contexts[0], self.embedded)
         if tied_in_graph(context):
             hold_for_tied_product(timeline, self.loss, context)
-        if context.compiled.issuperset(("layers", "ends", "loss")) and not self.keeps_gradients:
+        if context.compiled.issuperset(("layers", "embedding", "loss")) and not self.keeps_gradients:
             _add_gradients_at_end(timeline, [self.loss, *self.runs.values(), self.embedded])
         timeline.end_backward()
         self._hold_attributes_of_graph()
@@ -185,7 +185,7 @@ class _BlockByBlock:
         does. No graph saves a mask that is added to scores, but a checkpoint keeps it as an argument."""
         job, checkpointed, runs = self.job, self.checkpointed, self.runs
         in_graph = family_of(job.architecture).eager_attention.adds_and_fills and not job.offload.activations
-        if not (checkpointed or "mask" in self.context.compiled or in_graph):
+        if not (checkpointed or "network" in self.context.compiled or in_graph):
             return []
         some = checkpointed and (job.attention == "eager" or len(checkpointed) < len(runs))
         return last_readers(self.blocks.contexts, checkpointed if some else runs, model_ends(self.loss))

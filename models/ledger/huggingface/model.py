@@ -128,7 +128,7 @@ def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
     kinds, element = kinds_of_masks(one.architecture), one.precision.weight_bytes if one.attention.mask_is_additive else 1
     if one.architecture.kind == "encoder":
         return [], False  # nothing is masked without padding
-    if "mask" in one.compiled:
+    if "network" in one.compiled:
         return [one.batch * scores * one.precision.compute_bytes], True
     if family.eager_attention.adds_and_fills:
         biases = one.architecture.num_attention_heads * one.architecture.max_position_embeddings * FP32
@@ -225,7 +225,7 @@ def hold_cast_weights(timeline: Step, runs: Iterable[BlockRun], *, owned: bool) 
 
 def _rotary_tables_of(job: TrainingJob, context: HFContext) -> list[tuple[str, str, int]]:
     """(name, module, bytes) of the rotary tables that the model computes for a micro-batch and passes to all layers."""
-    if "mask" in context.compiled:  # each kernel recomputes them
+    if "network" in context.compiled:  # each kernel recomputes them
         return []
     # where ranks share a sequence, each sequence of a batch has positions of its own
     tokens = context.rows if context.ring.ranks > 1 else context.sequence

@@ -33,24 +33,32 @@ def hold_outputs(timeline: Step, job: TrainingJob, context: HFContext, loss: Blo
         timeline.hold(name, Category.ACTIVATIONS, num_bytes, timeline.now, dies, "embedding")
 
 
-def outputs_made(job: TrainingJob, loss: BlockRun) -> int:
+def _outputs_made(job: TrainingJob, loss: BlockRun) -> int:
     """The instant at which a micro-batch's outputs exist and the loop's variable drops those of the one before: after the
     loss, unless the loop computes it from what the network returns. `loss`: the run of its head."""
     outside = conventions(job).get("loss_outside_network")
     return loss.forward_start + (loss.template.loss_from if outside else loss.template.num_forward)
 
 
+def _ended(loss: BlockRun) -> int:
+    """The instant from which the graph of the head keeps nothing: the end of its backward."""
+    return (loss.backward_start or 0) + loss.template.num_backward
+
+
 def hold_outputs_of_before(
-    timeline: Step, first: bool, *, job: TrainingJob, context: HFContext, start: int, loss_made: int
+    timeline: Step, first: bool, *, job: TrainingJob, context: HFContext, start: int, loss: BlockRun
 ) -> None:
-    """Hold what earlier forwards have left behind while a micro-batch, which began at `start`, runs forward. `loss_made`:
-    the instant at which its own outputs exist; `first`: it is the training's first forward."""
-    target = target_context(context, job)
+    """Hold what earlier forwards have left behind while a micro-batch, which began at `start`, runs forward. `loss`: its
+    head's run; `first`: it is the training's first forward."""
+    target, loss_made = target_context(context, job), _outputs_made(job, loss)
     if first:
-        # the loss is outside a network that is compiled whole: a reference cycle keeps the logits of the first forward
-        if family_of(job.architecture).ends.loss_apart and "mask" in context.compiled:
+        # a reference cycle keeps what the first forward had where a network compiled in one call is several graphs: the
+        # logits, if the loss is outside the network, and the final norm's output, where hooks divide the network
+        if family_of(job.architecture).ends.loss_apart and context.compiled.issuperset(("mask", "loss")):
             logits = logits_bytes_kept_by_outputs(target, widened=False)
             timeline.hold("logits", Category.LOGITS, logits, loss_made + 1, FOREVER, "head")
+        if context.divided_by_hooks:
+            timeline.hold("final_norm", Category.ACTIVATIONS, context.input_bytes, _ended(loss), FOREVER, "head")
     elif not conventions(job).get("outputs_dropped") and not conventions(job).get("trainer"):
         timeline.hold("outputs.logits", Category.LOGITS, _logits_bytes(job, target), start, loss_made, "head")
         for name, num_bytes in _kept_by_graph(job, target):

@@ -69,18 +69,25 @@ TIMED_KERNELS = Section("kernels that are timed", when=job.times_kernels_on_copi
 _ONE = ~job.many_ranks
 _IN_SHARDS = job.shards_layers_alone & option("compiled_regions", "layers", "network_in_parts")
 _WHOLE = option("compiled_regions", "network")
+_DIVIDED = option("compiled_regions", "network_in_parts") & job.huggingface
+"""FSDP2's hooks divide what accelerate compiles in one call."""
+_LAYERS_EAGER = _DIVIDED & job.full_checkpointing & ~job.some_layers
+"""Dynamo compiles nothing within `torch.utils.checkpoint` that does not begin in a graph."""
+_ADAPTS = job.adapts & ~(_LAYERS_EAGER & setting("finetuning.method", "lora") & ~job.quantized)
+"""Whether there are adapters in what is compiled."""
 _CAST = job.autocast & _ONE
 """Weights are cast; FSDP2 gathers them narrow already."""
 _CHANGED_GRAPHS = (
     ("autocast of a whole network", _CAST & _WHOLE),
     ("autocast of layers", _CAST & ~_WHOLE),
     ("checkpointing of a whole network", _WHOLE & job.checkpoints),
-    ("full checkpointing of layers", ~_WHOLE & job.full_checkpointing),
+    ("full checkpointing of layers", ~_WHOLE & ~_DIVIDED & job.full_checkpointing),
     ("selective checkpointing of layers", ~_WHOLE & job.selective),
     ("adapters of a whole network", _WHOLE & job.adapts),
-    ("adapters of layers", ~_WHOLE & job.adapts),
+    ("adapters of layers", ~_WHOLE & _ADAPTS),
     ("layers in shards", _IN_SHARDS),
-    ("layers in shards with accelerate", _IN_SHARDS & job.huggingface),
+    ("layers in shards with accelerate", _IN_SHARDS & job.huggingface & ~_DIVIDED),
+    ("a network in shards with accelerate", _IN_SHARDS & _DIVIDED),
     ("float8 in layers", ~_WHOLE & job.float8),
     ("weights of layers gathered in float8", ~_WHOLE & job.float8 & option("fsdp_float8_all_gather")),
 )
@@ -102,32 +109,33 @@ COMPILED = Section(
         unknown("compile", ~(job.huggingface | job.plain_torch), "with framework={framework!r}"),
         unknown("compile", job.many_ranks & ~_IN_SHARDS, "on several ranks, but for layers that FSDP2 shards,"),
         unknown("compile", ~job.trains, "other than for training"),
-        unknown("compile", job.adapts & job.many_ranks, "with adapters on several ranks"),
+        unknown("compile", _ADAPTS & job.many_ranks, "with adapters on several ranks"),
         unknown("compile",
-                job.adapts & job.checkpoints & ~(job.full_checkpointing & option("checkpoints_around_compiled")),
+                _ADAPTS & job.checkpoints & ~(job.full_checkpointing & option("checkpoints_around_compiled")),
                 "with adapters and checkpointing other than full around what is compiled,"),
         unknown("compile",
-                job.adapts & (~setting("finetuning.method", "lora") | job.quantized | above("finetuning.dropout", 0)),
+                _ADAPTS & (~setting("finetuning.method", "lora") | job.quantized | above("finetuning.dropout", 0)),
                 "with adapters other than plain ones without dropout"),
-        unknown("compile", job.adapts & job.autocast, "with adapters under autocast"),
+        unknown("compile", _ADAPTS & job.autocast, "with adapters under autocast"),
         unknown("compile",
-                job.adapts & ~(job.adapters_stored_in("float32") | (~_WHOLE & job.adapters_stored_in("bfloat16"))),
+                _ADAPTS & ~(job.adapters_stored_in("float32") | (~_WHOLE & job.adapters_stored_in("bfloat16"))),
                 "with adapters that are not float32, or bfloat16 in layers,"),
         unknown("compile", ~_compared("alone") | job.experts, "of {architecture.name!r}"),
         unknown("compile", _WHOLE & (job.selective | job.some_layers),
                 "of a whole network with checkpointing of some layers, or of some operations,"),
-        unknown("compile", job.checkpoints & job.reentrant, "with reentrant checkpointing"),
+        unknown("compile", job.checkpoints & job.reentrant & ~_LAYERS_EAGER, "with reentrant checkpointing"),
         unknown("compile", ~job.sdpa, "with attention={attention!r}"),
         unknown("compile", ~((_CAST & job.used_in("float32")) | (~_CAST & job.used_in("bfloat16"))),
                 "of other weights than bfloat16, or float32 under autocast,"),
         unknown("compile", job.float8 & _WHOLE,
                 "of a whole network with products in float8 is counted as if they were in bfloat16 and"),
+        unknown("compile", job.float8 & _DIVIDED, "of a network in shards with products in float8"),
         unknown("compile", ~(job.computes_bfloat16 | job.float8), "of products in other than bfloat16 or float8"),
         unknown("compile", job.autocast & ~(job.huggingface | (_WHOLE & _CAST)),
                 "under autocast, in shards or layer by layer, without accelerate,"),
         *(unknown("compile", asked & ~_compared(change), f"with {change} of {{architecture.name!r}}")
           for change, asked in _CHANGED_GRAPHS),
-        unknown("compile", job.selective & job.huggingface & _IN_SHARDS,
+        unknown("compile", (job.selective | (job.some_layers & _DIVIDED)) & job.huggingface & _IN_SHARDS,
                 "with selective checkpointing around layers that are compiled in place"),
         unknown("compile", ~job.default_batch | job.offloads, "with padding, packing or offloading"),
         unknown("compile", job.fused_loss | job.liger, "with Liger's kernels"),

@@ -13,6 +13,7 @@ AUTOCAST = {
     "precision": {"parameters": "float32", "compute": "bfloat16"},
     "framework_options": {"autocast": True},
 }
+SHARDS = {"parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"}}
 COVERED = {
     "whole": UNTIED,
     "whole, with one table": {},
@@ -59,6 +60,13 @@ COVERED = {
     "layers in float8": {**LAYERS, "precision": {"compute": "float8"}, "activation_checkpointing": {"mode": "full"}},
     "Trainer with bf16 and torch_compile": AUTOCAST,
     "the same, checkpointed": {**AUTOCAST, "activation_checkpointing": {"mode": "full"}},
+    "the same in shards": {**AUTOCAST, **SHARDS},
+    "the same in shards, checkpointed, with adapters": {
+        **AUTOCAST,
+        **SHARDS,
+        "activation_checkpointing": {"mode": "full"},
+        "finetuning": {"method": "lora", "rank": 8, "dropout": 0.1},
+    },
     "the same, layer by layer": {**AUTOCAST, "framework_options": {"autocast": True, "compiled_regions": "layers"}},
     "torchtitan's layers in shards": {
         "framework": "torch",
@@ -69,7 +77,9 @@ COVERED = {
     },
 }
 NAMED = {
-    "several ranks": {"parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"}},
+    "several ranks": {"parallelism": {"data_parallel_size": 8}},
+    "a network in shards with accelerate of 'phi-3-mini'": {**SHARDS, "architecture": "phi-3-mini"},
+    "a network in shards with products in float8": {**SHARDS, "precision": {"compute": "float8"}},
     "of 'mixtral-8x7b'": {"architecture": "mixtral-8x7b"},
     "layers in shards with accelerate of 'gpt2'": {
         **AUTOCAST,

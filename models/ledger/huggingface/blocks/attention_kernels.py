@@ -283,8 +283,8 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     repeated = (k, v) if context.attention.sdpa_repeats_key_value else repeat_key_value(build, q, k, v)
     q, k, v = to_compute_dtype(build, q, *repeated, repeated=True)
     bias = []
-    # if compiled, and in older releases, all layers share one mask (`hold_masks`)
-    if context.layer.masked and "mask" not in context.compiled and not context.attention.mask_is_additive:
+    # in one graph, and in older releases, all layers share one mask (`hold_masks`)
+    if context.layer.masked and "network" not in context.compiled and not context.attention.mask_is_additive:
         size = context.batch * context.sequence * context.keys * context.precision.compute_bytes
         mask = tape.operation("self_attn.additive_mask", [], size, gradients=[])
         # saved as a view of all heads, which `save_on_cpu` copies at full size (torch `cuda/attention.cu` preprocess_mask)

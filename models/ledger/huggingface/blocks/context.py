@@ -284,6 +284,11 @@ class HFContext:
     traces do not see it."""
 
     @property
+    def divided_by_hooks(self) -> bool:
+        """Whether hooks divide a network that is compiled in one call, so that each layer is a graph of its own."""
+        return "mask" in self.compiled and "network" not in self.compiled
+
+    @property
     def rows(self) -> int:
         """Tokens of one micro-batch."""
         return self.batch * self.sequence

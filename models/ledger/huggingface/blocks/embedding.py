@@ -44,7 +44,7 @@ def _looked_up(tape: Tape, context: HFContext) -> Tensor:
     """Rows of the token table: [micro_batch_size, sequence_length, hidden_size]."""
     gradient, size = table_gradient(tape, context), context.precision.end_weight_bytes
     output_bytes = context.rows * context.architecture.hidden_size * size
-    if "ends" in context.compiled and context.table_trains and size != FP32:
+    if "embedding" in context.compiled and context.table_trains and size != FP32:
         # compiled, the rows' gradients are summed in fp32 (torch `_decomp` embedding_dense_backward), then converted
         narrow = tape.operation(
             "embed_tokens.table",

@@ -37,7 +37,7 @@ def tied_in_graph(context: HFContext) -> bool:
     tied = context.trainable and context.architecture.tie_word_embeddings
     # else no product of its own makes the logits
     whole = context.loss.kind == "cross_entropy" and not context.kernels.fused_loss and context.kernels.loss != "tiles"
-    return tied and whole and context.compiled.issuperset(("ends", "loss"))
+    return tied and whole and context.compiled.issuperset(("embedding", "loss"))
 
 
 def table_gradient(tape: Tape, context: HFContext) -> TableGradient:

@@ -189,7 +189,7 @@ def compiled_loss(tape: Tape, logits: Tensor, context: HFContext) -> None:
     """Append the compiled loss, which saves the logits as they are and two fp32 numbers per token; its backward computes
     their gradient at once. If the whole network is compiled, the logits are an output of its graph, with zeros as their
     gradient."""
-    whole = "ends" in context.compiled
+    whole = "network" in context.compiled
     if context.loss.logits_upcast == "model_unshifted":  # the model's end is not compiled with the loss
         logits = widened_by_model(tape, logits, context)
     if not whole:
