@@ -24,6 +24,7 @@ from peakcast.collectors.stacks.huggingface_model import model_of
 from peakcast.collectors.stacks.huggingface_training import HuggingFaceTraining, causal_model
 from peakcast.core.errors import CollectorError
 from peakcast.jobs.conventions import conventions, release
+from peakcast.jobs.parallelism import Sharding
 from peakcast.jobs.spec import Parallelism, TrainingJob
 
 TRL = (1, 15)
@@ -241,9 +242,11 @@ class _OneProcess:
         return model
 
 
-def _done(layout: Parallelism) -> tuple[Parallelism, ...]:
-    ranks = layout.data_parallel_size
-    return Parallelism(data_parallel_size=ranks), Parallelism(data_parallel_size=ranks, sharding="fsdp2")
+def _done(job: TrainingJob) -> tuple[Parallelism, ...]:
+    """The layouts in which the loss was run. A reference that FSDP1 would shard too was not."""
+    ranks = job.parallelism.data_parallel_size
+    shardings: tuple[Sharding, ...] = ("none", "fsdp2") if job.reference == "model" else ("none", "fsdp1", "fsdp2")
+    return tuple(Parallelism(data_parallel_size=ranks, sharding=sharding) for sharding in shardings)
 
 
 def _check(job: TrainingJob) -> None:
@@ -255,9 +258,9 @@ def _check(job: TrainingJob) -> None:
         ("batch.form", job.batch.form != "rows", job.batch.form, "full rows"),
         (
             "parallelism",
-            job.parallelism not in _done(job.parallelism),
+            job.parallelism not in _done(job),
             job.parallelism.world_size,
-            "one GPU, or several with DDP or FSDP2",
+            "one GPU, or several with DDP or FSDP2, or with FSDP1 without a reference network",
         ),
         ("compile", job.compile, True, "it without torch.compile"),
         ("offload.activations", job.offload.activations, True, "it without offload"),

@@ -13,6 +13,7 @@ MOST_RANKS = 2**20
 """Most ranks of a job: far more than were ever used, and few enough that an answer takes a bounded time."""
 V_SHAPED = ("zero_bubble_v", "dualpipe_v")
 """Schedules in which a rank's second stage is as far from the end as its first is from the beginning."""
+Sharding = Literal["none", "fsdp1", "fsdp2", "hsdp", "no_shard"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dualpipe_v"]
 
 
@@ -21,7 +22,7 @@ class Parallelism:
     """The layout. `sharding` is PyTorch's FSDP, `zero_stage` is DeepSpeed's (1 with Megatron: distributed optimizer)."""
 
     data_parallel_size: int = 1
-    sharding: Literal["none", "fsdp1", "fsdp2", "hsdp", "no_shard"] = "none"
+    sharding: Sharding = "none"
     tensor_parallel_size: int = 1
     sequence_parallel: bool = False
     pipeline_parallel_size: int = 1

@@ -94,12 +94,13 @@ def _shard_ends(model: Any, job: TrainingJob, common: dict[str, Any], keeps: dic
         _shard_ends_of_stage(model, common, keeps)
         return
     tail = [_final_norm(model), head]
-    if head.weight is embedding.weight:
+    if head is not None and head.weight is embedding.weight:  # a reward model has none that accelerate finds
         tail.insert(1, embedding)
     else:
         fully_shard(embedding, **common, **keeps)
-    # None: with adapters accelerate does not find the norm
-    fully_shard([part for part in tail if part is not None], **common, reshard_after_forward=False)
+    found = [part for part in tail if part is not None]  # with adapters accelerate does not find the norm
+    if found:
+        fully_shard(found, **common, reshard_after_forward=False)
 
 
 def _final_norm(model: Any) -> Any:

@@ -141,7 +141,8 @@ def _no_gradient_enters(job: TrainingJob) -> bool:
 
 def _named_ends(job: TrainingJob, tensors: Sequence[StoredTensor]) -> OutsideLayers:
     """The units that FSDP makes of what is outside the layers, for a network that the ledger knows."""
-    return named_ends(tensors, tied=job.architecture.tie_word_embeddings, norm_apart=not finds_final_norm(job))
+    tied, scored = job.architecture.tie_word_embeddings, job.loss.kind == "reward"
+    return named_ends(tensors, tied=tied, norm_apart=not finds_final_norm(job), head_apart=scored)
 
 
 def _run_again_by_reentrant_checkpoints(job: TrainingJob) -> frozenset[str]:

@@ -67,13 +67,18 @@ class OutsideLayers:
     """(block, tensors) of modules outside of layers that FSDP finds by their class, as it finds layers."""
 
 
-def named_ends(tensors: Iterable[StoredTensor], *, tied: bool, norm_apart: bool) -> OutsideLayers:
+def named_ends(
+    tensors: Iterable[StoredTensor], *, tied: bool, norm_apart: bool, head_apart: bool = False
+) -> OutsideLayers:
     """The units outside the layers of a network whose tensors have Llama's names. `tied`: the lm_head reads the token
-    embedding's weight, even if the head has no tensor of its own. `norm_apart`: the final norm belongs to the root."""
+    embedding's weight, even if the head has no tensor of its own. `norm_apart`: the final norm belongs to the root;
+    `head_apart`: the head does, as that of a reward model, which `get_output_embeddings` does not give."""
     ends: dict[BlockKind, list[StoredTensor]] = {BlockKind.EMBEDDING: [], BlockKind.HEAD: []}
     for tensor in tensors:
         ends.get(tensor.block, []).append(tensor)
     table, head = [tensor for tensor in ends[BlockKind.EMBEDDING] if tensor.of_token_table], ends[BlockKind.HEAD]
+    if head_apart:
+        return OutsideLayers(tuple(table), tuple(one for one in head if not (one.of_lm_head or norm_apart)), False)
     # a head without tensors: a pipeline stage that is not the last, or a final norm without weights (OLMo)
     tied = (tied or bool(head)) and not any(tensor.is_lm_head for tensor in head)
     tail = [tensor for tensor in head if tensor.of_lm_head or not norm_apart]

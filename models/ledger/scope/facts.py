@@ -20,6 +20,7 @@ from peakcast.jobs.conventions import (
 from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.loss import PAIRS
 from peakcast.jobs.micro_batch import Batch
+from peakcast.jobs.parallelism import Sharding
 from peakcast.jobs.spec import ActivationCheckpointing, Offload, TrainingJob
 from peakcast.jobs.trained_parts import copied_inside, copies_head, copies_table, ends_named
 from peakcast.jobs.trained_parts import trains_other_parts as trains_others
@@ -95,6 +96,7 @@ beyond_window = Fact(lambda job: slides_anywhere(job.architecture, job.sequence_
 adapts = ~setting("finetuning.method", "full")
 quantized = setting("finetuning.quantization")
 preference = ~setting("loss.kind", "cross_entropy")
+has_reference = Fact(lambda job: job.reference == "model", "a reference network")
 optimizer_in_backward = option("optimizer_in_backward")
 fused_loss = Fact(fuses_loss, "fused loss")
 whole_logits = Fact(makes_whole_logits, "whole logits")
@@ -265,11 +267,21 @@ def data_parallel_alone(job: TrainingJob) -> bool:
     return job.parallelism == type(job.parallelism)(data_parallel_size=job.parallelism.data_parallel_size)
 
 
+def _alone(job: TrainingJob, sharding: Sharding) -> bool:
+    layout = job.parallelism
+    return layout == type(layout)(data_parallel_size=layout.data_parallel_size, sharding=sharding)
+
+
+@fact
+def fsdp1_alone(job: TrainingJob) -> bool:
+    """Whether FSDP1 is all that ranks divide the network by."""
+    return _alone(job, "fsdp1")
+
+
 @fact
 def fsdp2_alone(job: TrainingJob) -> bool:
     """Whether FSDP2 is all that ranks divide the network by."""
-    layout = job.parallelism
-    return layout == type(layout)(data_parallel_size=layout.data_parallel_size, sharding="fsdp2")
+    return _alone(job, "fsdp2")
 
 
 @fact

@@ -112,7 +112,8 @@ def test_rows_that_autocast_narrows_at_a_time(rows, vocabulary, forward, backwar
     ("changes", "says"),
     [
         ({"micro_batch_size": 3}, "even micro_batch_size"),
-        ({"parallelism": {"data_parallel_size": 2, "sharding": "fsdp1"}}, "under DDP, FSDP2 and ZeRO only"),
+        ({"parallelism": {"data_parallel_size": 2, "sharding": "fsdp1"}}, "without a reference network only"),
+        ({"parallelism": {"data_parallel_size": 8, "sharding": "hsdp"}}, "under DDP, FSDP1, FSDP2 and ZeRO only"),
         ({"framework": "torch"}, "for TRL's trainers only"),
         ({"finetuning": {**LORA, "method": "qlora", "quantization": "nf4"}}, "no trace"),
         ({"architecture": {"name": "mixtral-8x7b", "num_hidden_layers": 2}}, "not modelled with experts"),
