@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from peakcast.core.units import FP32
+from peakcast.core.units import BF16, FP32
 from peakcast.models.ledger.compiled.backward import READS_AGAIN, LayerOps
 from peakcast.models.ledger.compiled.forward import modules_of, products
 from peakcast.models.ledger.compiled.inductor_kernels import Op
@@ -29,15 +29,22 @@ GROUPS = 512
 ELEMENTWISE = ("norm_1", "norm_2", "product", "attended_by_token", "d_gate", "d_up")
 """What is computed element by element for products."""
 
+ROWS = "embed_tokens.rows"
+"""In a network that is compiled whole, what adds the first layer's gradient to the rows of the table."""
+
 CONVERTED_WITH = {
-    "norm_1": "d_input",
-    "norm_2": "d_middle",
-    "product": "d_up.f8",
-    OUTPUT_GRADIENT: "d_middle",
-    "d_middle": "d_input",
-    "d_gate": "d_up.f8",
+    "norm_1": ("d_input", ROWS),
+    "norm_2": ("d_middle",),
+    "product": ("d_up.f8",),
+    OUTPUT_GRADIENT: ("d_middle",),
+    "d_middle": ("d_input", ROWS),
+    "d_gate": ("d_up.f8",),
 }
-"""By buffer, the operation in whose kernel it is converted for weights' gradients: one that reads the same."""
+"""By buffer, the operations in whose kernel it is converted for weights' gradients: those that read the same."""
+
+CONVERTED_OF_SEVERAL = {"norm_1": ("d_input", "d_middle"), OUTPUT_GRADIENT: (f"{OUTPUT_GRADIENT}.f8",), "d_middle": ("d_middle.f8",)}
+"""The same, where they differ, of several sequences: a kernel over sequences and tokens does not take in a conversion over
+all rows of what another kernel made (torch 2.13 `_inductor/scheduler.py` _try_reorder_loops_for_candidates)."""
 
 FAR = ("qkv", "q", "k", "v")
 """The projections. Their weights, in a graph that recomputes them, are converted a second time by kernels of their own:
@@ -79,14 +86,14 @@ class Float8LayerOps(LayerOps):
         copy, given = self._copy(reads, "f8", name), self.context.linears.gathered_in_float8
         measured = [
             op(f"{name}.amax", (), GROUPS * FP32, wide=True),
-            op(f"{name}.weight.scale", f"{name}.amax", FP32, wide=True),
+            _scales(f"{name}.weight", f"{name}.amax"),
         ]
         return [
             *self._scale(reads),
             *([] if given else measured),
-            op(copy, (reads, f"{reads}.scale"), self._elements(name, 0), fuses=f"{reads}.f8"),
-            *([] if given else [op(f"{name}.f8", f"{name}.weight.scale", self._weight(name))]),
-            op(name, copy if given else (copy, f"{name}.f8"), size),
+            op(copy, (reads, f"{reads}.most"), self._elements(name, 0), fuses=f"{reads}.f8"),
+            *([] if given else [op(f"{name}.f8", f"{name}.weight.most", self._weight(name))]),
+            op(name, (copy, f"{reads}.scale") if given else (copy, f"{name}.f8", f"{reads}.scale", f"{name}.weight.scale"), size),
         ]
 
     def back(self, name: str, reads: Names, result: str, gradient: str, size: int, elements: int | None = None) -> list[Op]:
@@ -94,21 +101,29 @@ class Float8LayerOps(LayerOps):
             return super().back(name, reads, result, gradient, size, elements)
         (read,) = set(reads) - {gradient}
         weight = self._weight(name) * self.context.precision.weight_bytes
-        both, outputs = (gradient, f"{gradient}.scale"), self._elements(name, 1)
+        both, outputs = (gradient, f"{gradient}.most"), self._elements(name, 1)
         return [
             *self._scale(gradient),
             op(f"{gradient}.f8", both, outputs, fuses="d_up.f8" if gradient == "d_gate" else ()),
             *([] if name in self._kept_weights else [self._weight_back(name)]),
-            op(result, (f"{gradient}.f8", f"{name}.f8t"), size),
-            op(f"{gradient}.f8t", both, outputs, fuses=CONVERTED_WITH.get(gradient, f"{gradient}.f8")),
-            self._gradient(f"{name}.weight", (f"{gradient}.f8t", self._copy(read, "f8t", name)), weight),
+            op(result, (f"{gradient}.f8", f"{name}.f8t", f"{gradient}.scale", f"{name}.weight.scale"), size),
+            op(f"{gradient}.f8t", both, outputs, fuses=self._converted_with(gradient)),
+            self._gradient(
+                f"{name}.weight",
+                (f"{gradient}.f8t", self._copy(read, "f8t", name), f"{gradient}.scale", f"{read}.scale"),
+                weight,
+            ),
         ]
+
+    def lays_out(self, name: str) -> bool:
+        """A conversion rearranges what it reads."""
+        return name not in self._float8 and super().lays_out(name)
 
     def _weight_back(self, name: str) -> Op:
         """The weight of `name` in the layout that backward reads."""
         near = name not in FAR or name in self._kept_weights
         fuses = f"{name}.f8" if near and not self.context.linears.gathered_in_float8 else ()
-        return op(f"{name}.f8t", f"{name}.weight.scale", self._weight(name), fuses=fuses)
+        return op(f"{name}.f8t", f"{name}.weight.most", self._weight(name), fuses=fuses)
 
     @cached_property
     def _kept_weights(self) -> frozenset[str]:
@@ -148,27 +163,37 @@ class Float8LayerOps(LayerOps):
         shared = kept or len(stream) + len(self.statistics("1")) + 2 > READS_AGAIN
         return f"{x}.{kind}" if shared or name == of[0] else f"{x}.{kind}_of_{name}"
 
+    def _converted_with(self, x: str) -> Names:
+        """The operations in whose kernel `x` is converted for weights' gradients, the most wanted first."""
+        of_several = CONVERTED_OF_SEVERAL if self.context.batch > 1 else {}
+        return of_several.get(x) or CONVERTED_WITH.get(x) or (f"{x}.f8",)
+
     def _transposed(self, x: str) -> list[Op]:
         """The conversions of `x` that the gradients of weights read."""
-        of, where = self._inputs()[x], CONVERTED_WITH.get(x, f"{x}.f8")
+        of, where = self._inputs()[x], self._converted_with(x)
         copies = dict.fromkeys(self._copy(x, "f8t", name) for name in of)
         fuses = f"{x}.f8" if x in self._read_by_others() and not self.recomputes else where
-        return [op(copy, (x, f"{x}.scale"), self._elements(of[0], 0), fuses=fuses) for copy in copies]
+        return [op(copy, (x, f"{x}.most"), self._elements(of[0], 0), fuses=fuses) for copy in copies]
 
     def _scale(self, x: str) -> list[Op]:
         """The absolute maximum of `x`, in parts and whole."""
         rows = self.context.rows if x in ("norm_1", "norm_2", "d_middle") else GROUPS
         return [
             op(f"{x}.amax", x, rows * FP32, wide=True, fuses=MEASURED_WITH.get(x, x)),
-            op(f"{x}.scale", f"{x}.amax", FP32, wide=True),
+            _scales(x, f"{x}.amax"),
         ]
+
+
+def _scales(x: str, amax: str) -> Op:
+    """The absolute maximum of all of `x`, which its conversions read, and its scale, which products read."""
+    return op(f"{x}.scale", amax, writes={f"{x}.most": BF16, f"{x}.scale": FP32}, wide=(f"{x}.scale",))
 
 
 def recomputed_inputs(forward: Sequence[Op]) -> set[str]:
     """Names of what backward computes again, whatever the policy: what has no buffer, and the scales of inputs."""
     without = _without_buffer(forward)
-    measured = {name for one in forward for name in one.writes if name.endswith((".amax", ".scale"))}
-    return without | {name for name in measured if not name.endswith(".weight.scale")}
+    measured = {name for one in forward for name in one.writes if name.endswith((".amax", ".most", ".scale"))}
+    return without | {name for name in measured if not name.endswith((".weight.most", ".weight.scale"))}
 
 
 def inlined(ops: Sequence[Op]) -> list[Op]:
@@ -185,13 +210,19 @@ def inlined(ops: Sequence[Op]) -> list[Op]:
 
 def _without_buffer(ops: Sequence[Op]) -> set[str]:
     """Names of what only conversions to float8 read."""
-    readers: dict[str, list[str]] = {name: [] for name in ELEMENTWISE}
+    made = {name for one in ops for name in one.writes if _in_layer(name) in ELEMENTWISE}
+    readers: dict[str, list[str]] = {name: [] for name in made}
     for one in ops:
         for name in one.reads:
             if name in readers:
                 readers[name].append(one.name)
-    made = {name for one in ops for name in one.writes}
-    return {name for name, of in readers.items() if of and name in made and all(_converts(one, name) for one in of)}
+    return {name for name, of in readers.items() if of and all(_converts(one, name) for one in of)}
+
+
+def _in_layer(name: str) -> str:
+    """The name in its layer of what may be a buffer of a network."""
+    layer, dot, own = name.partition(".")
+    return own if dot and layer.isdecimal() else name
 
 
 def _converts(reader: str, name: str) -> bool:

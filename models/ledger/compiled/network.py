@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
+from peakcast.models.ledger.compiled.float8 import ROWS, Float8LayerOps, in_float8, inlined, recomputed_inputs
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.compiled.layer import kept_of
@@ -91,17 +92,20 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
     ]
     masks = _masks(one, len(layers))
     parts[0] = parts[0][0], _with_masks(parts[0][1], masks, one.batch * one.sequence**2 * size), parts[0][2]
+    before = [*embedded, op("sequences", (), one.rows * INT64)]
     network = _LayersInTurn(
-        forward=[*embedded, op("sequences", (), one.rows * INT64)],
+        forward=before,
+        repeated=[*before],
         kept={*reads, "positions", "sequences", *masks},
-        outer={name: name for name in (*reads, *masks, SEEDS, "sequences", "norm_final.partial")},
+        outer={name: name for name in (*reads, *masks, SEEDS, "sequences", "norm_final.partial", ROWS)},
     )
     for index, (layer, part) in enumerate(zip(layers, parts, strict=True)):
         network.add(layer, part, masks[index], again=again[index], last=index == len(layers) - 1)
     head, head_back = _head(one, parts[-1][0], network.given, network.summed if again[-1] else (network.given,))
     loss, loss_back = _loss(one)
     apart = family_of(one.architecture).ends.loss_apart
-    forward = network.forward + (head if apart else [*head, *loss])
+    after = head if apart else [*head, *loss]
+    forward = network.forward + after
     kept = network.kept | {name for each in (*head, *loss) for name in each.writes}
     if any(again):
         kept.difference_update(masks)
@@ -109,8 +113,9 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
     everything = [*head_back, *network.backward, *embedding]
     if not apart:
         everything = [*loss_back, *everything]
-    differs = {each.name: each for each in network.repeated}
-    everything = recomputed([differs.get(each.name, each) for each in forward], wanted(everything), kept)
+    kept -= recomputed_inputs(forward)
+    everything = inlined(recomputed(network.repeated + after, wanted(everything), kept))
+    forward = inlined(forward)
     seen = {f"{index}.{name}": size for index, (each, _, _) in enumerate(parts) for name, size in each.parts_read.items()}
     first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
     if not apart:
@@ -126,7 +131,8 @@ LayerParts = tuple[LayerOps, list[Op], list[Op]]
 @lru_cache(maxsize=64)
 def _layer(context: HFContext, sums_again: bool, recomputes: bool, given: Names) -> LayerParts:
     """The operations of one kind of layer, forward and backward; cached, because a network has many layers of a kind."""
-    ops = LayerOps(context, sums_again=sums_again, recomputes=recomputes, given=given)
+    layer_ops = Float8LayerOps if in_float8(context) else LayerOps
+    ops = layer_ops(context, sums_again=sums_again, recomputes=recomputes, given=given)
     return ops, ops.forward(), ops.backward(is_result=False)
 
 
@@ -135,13 +141,13 @@ class _LayersInTurn:
     """The operations of a network's layers, which are added one by one."""
 
     forward: list[Op]
+    repeated: list[Op]
+    """The operations of forward, as backward may run them again."""
     kept: set[str]
     """Names of what forward may save for backward."""
     outer: dict[str, str]
     """Names of buffers that layers read or write and that are not their own -> the names that these have here."""
     backward: list[Op] = field(default_factory=list)
-    repeated: list[Op] = field(default_factory=list)
-    """The operations that recompute checkpointed layers."""
     given: str = "embedding"
     """The last layer's output."""
     summed: Names = ()
@@ -155,8 +161,8 @@ class _LayersInTurn:
         above = "d_stream" if last else f"{self.number + 1}.d_input"
         self.outer[MASK] = mask
         self.forward += prefixed(inside, prefix, self.outer | {INPUT: self.given})
-        if again:
-            self.repeated += prefixed(ops.forward(again=True), prefix, self.outer | {INPUT: self.given})
+        repeated = ops.forward(again=True) if again or in_float8(layer) else inside
+        self.repeated += prefixed(repeated, prefix, self.outer | {INPUT: self.given})
         self.kept |= {prefix + name for name in kept_of(layer, inside, again)}
         if again and not last:
             self.kept.add(prefix + OUTPUT)
@@ -279,9 +285,9 @@ def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
     in_fp32 = wide and not tied  # then the table of sums is the gradient itself
     table = name if in_fp32 else "embed_tokens.table"
     made = op(table, (), elements * FP32, wide=True, is_result=in_fp32, parameter=of if in_fp32 else "")
-    ops = [made, op("embed_tokens.rows", (*reads, table), 0, fuses="0.d_input", is_result=True)]  # in place
+    ops = [made, op(ROWS, (*reads, table), 0, fuses="0.d_input", is_result=True)]  # in place
     size = elements * context.precision.weight_bytes
-    filled: Names = (table, "embed_tokens.rows")
+    filled: Names = (table, ROWS)
     if learned:
         ops += _positions_back(context)
     if in_fp32:

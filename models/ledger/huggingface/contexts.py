@@ -153,7 +153,7 @@ def _adapters(job: TrainingJob) -> Adapters:
 
 def _linears(job: TrainingJob, convention: Mapping[str, Any]) -> Linears:
     return Linears(
-        float8=job.precision.compute == "float8" and not (job.compile and convention["compiled_regions"] == "network"),
+        float8=job.precision.compute == "float8",
         float8_kept=str(convention.get("float8_weights_kept", "gathered")),
         gathered_in_float8=bool(convention.get("fsdp_float8_all_gather")) and job.parallelism.num_replicas > 1,
         keep_input=job.parallelism.zero_stage == 3,
