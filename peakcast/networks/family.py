@@ -297,6 +297,7 @@ Compiled = Literal[
     "adapters of layers",
     "layers in shards",
     "layers in shards with accelerate",
+    "float8 of a whole network",
     "float8 in layers",
     "weights of layers gathered in float8",
 ]

@@ -42,7 +42,11 @@ CONVERTED_WITH = {
 }
 """By buffer, the operations in whose kernel it is converted for weights' gradients: those that read the same."""
 
-CONVERTED_OF_SEVERAL = {"norm_1": ("d_input", "d_middle"), OUTPUT_GRADIENT: (f"{OUTPUT_GRADIENT}.f8",), "d_middle": ("d_middle.f8",)}
+CONVERTED_OF_SEVERAL = {
+    "norm_1": ("d_input", "d_middle"),
+    OUTPUT_GRADIENT: (f"{OUTPUT_GRADIENT}.f8",),
+    "d_middle": ("d_middle.f8",),
+}
 """The same, where they differ, of several sequences: a kernel over sequences and tokens does not take in a conversion over
 all rows of what another kernel made (torch 2.13 `_inductor/scheduler.py` _try_reorder_loops_for_candidates)."""
 
@@ -84,6 +88,7 @@ class Float8LayerOps(LayerOps):
         if name not in self._float8:
             return super()._projected(name, reads, size, widened)
         copy, given = self._copy(reads, "f8", name), self.context.linears.gathered_in_float8
+        operands = copy if given else (copy, f"{name}.f8")
         measured = [
             op(f"{name}.amax", (), GROUPS * FP32, wide=True),
             _scales(f"{name}.weight", f"{name}.amax"),
@@ -93,7 +98,7 @@ class Float8LayerOps(LayerOps):
             *([] if given else measured),
             op(copy, (reads, f"{reads}.most"), self._elements(name, 0), fuses=f"{reads}.f8"),
             *([] if given else [op(f"{name}.f8", f"{name}.weight.most", self._weight(name))]),
-            op(name, (copy, f"{reads}.scale") if given else (copy, f"{name}.f8", f"{reads}.scale", f"{name}.weight.scale"), size),
+            op(name, names(operands, f"{reads}.scale", f"{name}.weight.scale"), size),
         ]
 
     def back(self, name: str, reads: Names, result: str, gradient: str, size: int, elements: int | None = None) -> list[Op]:
@@ -194,6 +199,13 @@ def recomputed_inputs(forward: Sequence[Op]) -> set[str]:
     without = _without_buffer(forward)
     measured = {name for one in forward for name in one.writes if name.endswith((".amax", ".most", ".scale"))}
     return without | {name for name in measured if not name.endswith((".weight.most", ".weight.scale"))}
+
+
+def kept_late(forward: Sequence[Op]) -> tuple[list[Op], list[Op]]:
+    """The operations of a layer's forward in a network, and the conversions that forward makes for backward alone. As part
+    of the traced backward they come at the end of the graph, too far from the others to be one kernel with them."""
+    late = [replace(one, fuses=()) for one in forward if ".f8t" in one.name]
+    return [one for one in forward if ".f8t" not in one.name], late
 
 
 def inlined(ops: Sequence[Op]) -> list[Op]:

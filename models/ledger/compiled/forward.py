@@ -110,7 +110,8 @@ class LayerForward:
 
     def forward(self, *, again: bool = False) -> list[Op]:
         """The operations from INPUT to OUTPUT; `again`: as recomputed in the backward graph."""
-        kept = "norm_2.normed.wide" if again and self.recomputes and self.sandwiched else ""  # the norm's weight gradient reads it
+        again = again and self.recomputes and self.sandwiched
+        kept = "norm_2.normed.wide" if again else ""  # the norm's weight gradient reads it
         added, after = names(self.given, self._added_to_stream("o")), ("post_1.rstd", "o.dropped")
         summed = op("middle", added, self.stream, wide=self.casts, replaces="o", fuses=after)
         return [
@@ -140,8 +141,8 @@ class LayerForward:
         return (*self._added_to_stream("o"), *self.given) if self.sums_again else ("middle",)
 
     def lays_out(self, name: str) -> bool:
-        """Whether the gradient of the product `name`, laid out head by head, is rearranged token by token in a kernel of its
-        own, in place, as a matrix product reads it."""
+        """Whether the gradient of the product `name`, laid out head by head, is rearranged token by token in place, in a
+        kernel of its own, for the matrix products that read it."""
         return self.masked and self.trains and self.context.architecture.qk_norm == "none"
 
     def _added_to_stream(self, name: str) -> Names:

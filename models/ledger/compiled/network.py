@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
-from peakcast.models.ledger.compiled.float8 import ROWS, Float8LayerOps, in_float8, inlined, recomputed_inputs
+from peakcast.models.ledger.compiled.float8 import ROWS, Float8LayerOps, in_float8, inlined, kept_late, recomputed_inputs
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.compiled.layer import kept_of
@@ -91,7 +91,8 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
         for index, layer in enumerate(layers)
     ]
     masks = _masks(one, len(layers))
-    parts[0] = parts[0][0], _with_masks(parts[0][1], masks, one.batch * one.sequence**2 * size), parts[0][2]
+    ops, *inside, back = parts[0]
+    parts[0] = ops, *(_with_masks(each, masks, one.batch * one.sequence**2 * size) for each in inside), back
     before = [*embedded, op("sequences", (), one.rows * INT64)]
     network = _LayersInTurn(
         forward=before,
@@ -105,7 +106,7 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
     loss, loss_back = _loss(one)
     apart = family_of(one.architecture).ends.loss_apart
     after = head if apart else [*head, *loss]
-    forward = network.forward + after
+    forward = [*network.forward, *after, *network.late]
     kept = network.kept | {name for each in (*head, *loss) for name in each.writes}
     if any(again):
         kept.difference_update(masks)
@@ -116,7 +117,7 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
     kept -= recomputed_inputs(forward)
     everything = inlined(recomputed(network.repeated + after, wanted(everything), kept))
     forward = inlined(forward)
-    seen = {f"{index}.{name}": size for index, (each, _, _) in enumerate(parts) for name, size in each.parts_read.items()}
+    seen = {f"{index}.{name}": size for index, (each, *_) in enumerate(parts) for name, size in each.parts_read.items()}
     first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
     if not apart:
         return first, second
@@ -124,16 +125,16 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
     return GraphsInTurn([first, loss_first]), GraphsInTurn([loss_second, second])
 
 
-LayerParts = tuple[LayerOps, list[Op], list[Op]]
-"""A layer, its operations forward, and those backward."""
+LayerParts = tuple[LayerOps, list[Op], list[Op], list[Op]]
+"""A layer, its operations forward, the same as backward may run them again, and those backward."""
 
 
 @lru_cache(maxsize=64)
 def _layer(context: HFContext, sums_again: bool, recomputes: bool, given: Names) -> LayerParts:
-    """The operations of one kind of layer, forward and backward; cached, because a network has many layers of a kind."""
+    """The operations of one kind of layer; cached, because a network has many layers of a kind."""
     layer_ops = Float8LayerOps if in_float8(context) else LayerOps
     ops = layer_ops(context, sums_again=sums_again, recomputes=recomputes, given=given)
-    return ops, ops.forward(), ops.backward(is_result=False)
+    return ops, ops.forward(), ops.forward(again=True), ops.backward(is_result=False)
 
 
 @dataclass(slots=True)
@@ -147,6 +148,8 @@ class _LayersInTurn:
     """Names of what forward may save for backward."""
     outer: dict[str, str]
     """Names of buffers that layers read or write and that are not their own -> the names that these have here."""
+    late: list[Op] = field(default_factory=list)
+    """The operations that forward runs at its end: it keeps what only backward reads."""
     backward: list[Op] = field(default_factory=list)
     given: str = "embedding"
     """The last layer's output."""
@@ -157,11 +160,12 @@ class _LayersInTurn:
 
     def add(self, layer: HFContext, part: LayerParts, mask: str, *, again: bool, last: bool) -> None:
         """Add a layer with its operations. `mask`: the name of its mask; `again`: whether it is checkpointed."""
-        (ops, inside, back), prefix = part, f"{self.number}."
+        (_, inside, repeated, back), prefix = part, f"{self.number}."
         above = "d_stream" if last else f"{self.number + 1}.d_input"
         self.outer[MASK] = mask
-        self.forward += prefixed(inside, prefix, self.outer | {INPUT: self.given})
-        repeated = ops.forward(again=True) if again or in_float8(layer) else inside
+        at_once, late = kept_late(inside)
+        self.forward += prefixed(at_once, prefix, self.outer | {INPUT: self.given})
+        self.late += prefixed(late, prefix, self.outer | {INPUT: self.given})
         self.repeated += prefixed(repeated, prefix, self.outer | {INPUT: self.given})
         self.kept |= {prefix + name for name in kept_of(layer, inside, again)}
         if again and not last:

@@ -81,6 +81,7 @@ _CHANGED_GRAPHS = (
     ("adapters of layers", ~_WHOLE & job.adapts),
     ("layers in shards", _IN_SHARDS),
     ("layers in shards with accelerate", _IN_SHARDS & job.huggingface),
+    ("float8 of a whole network", _WHOLE & job.float8),
     ("float8 in layers", ~_WHOLE & job.float8),
     ("weights of layers gathered in float8", ~_WHOLE & job.float8 & option("fsdp_float8_all_gather")),
 )
@@ -120,8 +121,6 @@ COMPILED = Section(
         unknown("compile", ~job.sdpa, "with attention={attention!r}"),
         unknown("compile", ~((_CAST & job.used_in("float32")) | (~_CAST & job.used_in("bfloat16"))),
                 "of other weights than bfloat16, or float32 under autocast,"),
-        unknown("compile", job.float8 & _WHOLE,
-                "of a whole network with products in float8 is counted as if they were in bfloat16 and"),
         unknown("compile", ~(job.computes_bfloat16 | job.float8), "of products in other than bfloat16 or float8"),
         unknown("compile", job.autocast & ~(job.huggingface | (_WHOLE & _CAST)),
                 "under autocast, in shards or layer by layer, without accelerate,"),
