@@ -180,8 +180,8 @@ class LayerOps(LayerForward):
             if turned:  # in two kernels if they compute the rotary tables too; else in one, whose parts are not buffers
                 of_sines = {"d_k_of_sines": self.k, "d_q_of_sines": self.q}
                 parts = of_sines if self.masked else {"d_qkv_of_sines": size, "d_qkv_by_head": size}
-                ops.append(op("d_of_sines", given, writes=parts))
-                given += tuple(parts)
+                ops.append(op("d_of_sines", given if self.masked else given[:2], writes=parts))
+                given = (*(given if self.masked else given[2:]), *parts)
             return [
                 *ops,
                 op("d_qkv", given, size, fuses=() if self.masked else "d_of_sines"),

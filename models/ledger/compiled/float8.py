@@ -26,7 +26,7 @@ from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 GROUPS = 512
 """The absolute maximum is taken in this many parts first (read off the traces)."""
 
-ELEMENTWISE = ("norm_1", "norm_2", "product", "attended_by_token", "d_gate", "d_up")
+ELEMENTWISE = ("norm_1", "norm_2", "product", "attended_by_token", "d_gate", "d_up", "d_qkv")
 """What is computed element by element for products."""
 
 ROWS = "embed_tokens.rows"
@@ -38,7 +38,7 @@ CONVERTED_WITH = {
     "product": ("d_up.f8",),
     OUTPUT_GRADIENT: ("d_middle",),
     "d_middle": ("d_input", ROWS),
-    "d_gate": ("d_up.f8",),
+    "d_gate": ("d_up.f8", "d_gate.f8"),
 }
 """By buffer, the operations in whose kernel it is converted for weights' gradients: those that read the same."""
 
@@ -49,6 +49,10 @@ CONVERTED_OF_SEVERAL = {
 }
 """The same, where they differ, of several sequences: a kernel over sequences and tokens does not take in a conversion over
 all rows of what another kernel made (torch 2.13 `_inductor/scheduler.py` _try_reorder_loops_for_candidates)."""
+
+MANY_STEPS = frozenset({"gelu_pytorch_tanh", "gelu_new", "gelu_fast"})
+"""Activation functions of so many elementary operations that what is computed with them becomes a buffer where it is used
+more than once (torch 2.13 `_inductor/config.py` realize_opcount_threshold, 30): fp32 values before they are rounded."""
 
 FAR = ("qkv", "q", "k", "v")
 """The projections. Their weights, in a graph that recomputes them, are converted a second time by kernels of their own:
@@ -96,7 +100,8 @@ class Float8LayerOps(LayerOps):
         return [
             *self._scale(reads),
             *([] if given else measured),
-            op(copy, (reads, f"{reads}.most"), self._elements(name, 0), fuses=f"{reads}.f8"),
+            *self._unrounded(reads, self._elements(name, 0)),
+            op(copy, self._converted(reads), self._elements(name, 0), fuses=(f"{reads}.f8", f"{reads}.fp32")),
             *([] if given else [op(f"{name}.f8", f"{name}.weight.most", self._weight(name))]),
             op(name, names(operands, f"{reads}.scale", f"{name}.weight.scale"), size),
         ]
@@ -106,10 +111,11 @@ class Float8LayerOps(LayerOps):
             return super().back(name, reads, result, gradient, size, elements)
         (read,) = set(reads) - {gradient}
         weight = self._weight(name) * self.context.precision.weight_bytes
-        both, outputs = (gradient, f"{gradient}.most"), self._elements(name, 1)
+        both, outputs = self._converted(gradient), self._elements(name, 1)
         return [
             *self._scale(gradient),
-            op(f"{gradient}.f8", both, outputs, fuses="d_up.f8" if gradient == "d_gate" else ()),
+            *self._unrounded(gradient, outputs),
+            op(f"{gradient}.f8", both, outputs, fuses="d_up.f8" if gradient == "d_gate" else f"{gradient}.fp32"),
             *([] if name in self._kept_weights else [self._weight_back(name)]),
             op(result, (f"{gradient}.f8", f"{name}.f8t", f"{gradient}.scale", f"{name}.weight.scale"), size),
             op(f"{gradient}.f8t", both, outputs, fuses=self._converted_with(gradient)),
@@ -119,6 +125,33 @@ class Float8LayerOps(LayerOps):
                 weight,
             ),
         ]
+
+    def _feed_forward_back(self, incoming: str) -> list[Op]:
+        """With an activation of many steps, the gradient of `gate` is a buffer, which is measured, and so are its fp32
+        values, which are converted; they are made with all that reads the same."""
+        ops = super()._feed_forward_back(incoming)
+        if not self._of_many_steps("d_gate"):
+            return ops
+        size = self.inner // self.context.precision.compute_bytes * FP32
+        both = op("d_gate", "", writes={"d_gate": self.inner, "d_gate.fp32": size}, fuses="d_up.f8", wide=("d_gate.fp32",))
+        return [replace(both, reads=one.reads) if one.name == "d_gate" else one for one in ops]
+
+    def _of_many_steps(self, x: str) -> bool:
+        """Whether `x` is computed with an activation of many steps, for products in float8."""
+        reader = {"product": "down", "d_up": "up", "d_gate": "gate"}.get(x)
+        return self.context.architecture.hidden_act in MANY_STEPS and reader in self._float8
+
+    def _converted(self, x: str) -> Names:
+        """The buffers that conversions of `x` read."""
+        if not self._of_many_steps(x):
+            return x, f"{x}.most"
+        return ("d_gate.fp32", "d_gate.most") if x == "d_gate" else (f"{x}.fp32",)  # which is scaled already
+
+    def _unrounded(self, x: str, elements: int) -> list[Op]:
+        """The scaled fp32 values of `x` before they are rounded, if these are a buffer."""
+        if x == "d_gate" or not self._of_many_steps(x):
+            return []
+        return [op(f"{x}.fp32", (x, f"{x}.most"), elements * FP32, wide=True, fuses="d_up.f8" if x == "product" else ())]
 
     def lays_out(self, name: str) -> bool:
         """A conversion rearranges what it reads."""
@@ -171,14 +204,16 @@ class Float8LayerOps(LayerOps):
     def _converted_with(self, x: str) -> Names:
         """The operations in whose kernel `x` is converted for weights' gradients, the most wanted first."""
         of_several = CONVERTED_OF_SEVERAL if self.context.batch > 1 else {}
-        return of_several.get(x) or CONVERTED_WITH.get(x) or (f"{x}.f8",)
+        found = of_several.get(x) or CONVERTED_WITH.get(x) or (f"{x}.f8",)
+        alone = all(len(self._inputs().get(norm, ())) == 1 for norm in ("norm_1", "norm_2"))
+        return ("norm_2.f8t", *found) if x == "norm_1" and alone and self.sums_again else found
 
     def _transposed(self, x: str) -> list[Op]:
         """The conversions of `x` that the gradients of weights read."""
         of, where = self._inputs()[x], self._converted_with(x)
         copies = dict.fromkeys(self._copy(x, "f8t", name) for name in of)
         fuses = f"{x}.f8" if x in self._read_by_others() and not self.recomputes else where
-        return [op(copy, (x, f"{x}.most"), self._elements(of[0], 0), fuses=fuses) for copy in copies]
+        return [op(copy, self._converted(x), self._elements(of[0], 0), fuses=fuses) for copy in copies]
 
     def _scale(self, x: str) -> list[Op]:
         """The absolute maximum of `x`, in parts and whole."""
@@ -197,7 +232,7 @@ def _scales(x: str, amax: str) -> Op:
 def recomputed_inputs(forward: Sequence[Op]) -> set[str]:
     """Names of what backward computes again, whatever the policy: what has no buffer, and the scales of inputs."""
     without = _without_buffer(forward)
-    measured = {name for one in forward for name in one.writes if name.endswith((".amax", ".most", ".scale"))}
+    measured = {name for one in forward for name in one.writes if name.endswith((".amax", ".most", ".scale", ".fp32"))}
     return without | {name for name in measured if not name.endswith((".weight.most", ".weight.scale"))}
 
 
@@ -222,7 +257,7 @@ def inlined(ops: Sequence[Op]) -> list[Op]:
 
 def _without_buffer(ops: Sequence[Op]) -> set[str]:
     """Names of what only conversions to float8 read."""
-    made = {name for one in ops for name in one.writes if _in_layer(name) in ELEMENTWISE}
+    made = {name for one in ops for name in one.writes if _in_layer(name) in ELEMENTWISE and len(one.writes) == 1}
     readers: dict[str, list[str]] = {name: [] for name in made}
     for one in ops:
         for name in one.reads:
@@ -238,4 +273,4 @@ def _in_layer(name: str) -> str:
 
 
 def _converts(reader: str, name: str) -> bool:
-    return reader.startswith((f"{name}.f8", f"{name}.amax"))
+    return reader.startswith((f"{name}.f8", f"{name}.amax", f"{name}.fp32"))

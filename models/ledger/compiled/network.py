@@ -91,8 +91,9 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
         for index, layer in enumerate(layers)
     ]
     masks = _masks(one, len(layers))
-    ops, *inside, back = parts[0]
-    parts[0] = ops, *(_with_masks(each, masks, one.batch * one.sequence**2 * size) for each in inside), back
+    of_masks = one.batch * one.sequence**2 * size
+    ops, inside, repeated, back = parts[0]
+    parts[0] = ops, _with_masks(inside, masks, of_masks), _with_masks(repeated, masks, of_masks), back
     before = [*embedded, op("sequences", (), one.rows * INT64)]
     network = _LayersInTurn(
         forward=before,
