@@ -58,6 +58,10 @@ FAR = ("qkv", "q", "k", "v")
 """The projections. Their weights, in a graph that recomputes them, are converted a second time by kernels of their own:
 Inductor joins no kernels that are more than 64 apart (torch 2.13 `_inductor/scheduler.py` are_long_distant_nodes)."""
 
+FAR_IN_LAST = frozenset({"o.f8t", "attended.f8t", "norm_1.partial"})
+"""What is that far as well in the last layer of a network, which is recomputed to its end: conversions from those of forward,
+and the sums of the first norm's gradient from those of the final norm's."""
+
 KEPT_OF_GATHERED = ("v", "qkv", "gate", "up", "gate_up", "down")
 """Products of which Inductor's partitioner keeps the float8 weight in backward's layout where FSDP2 has gathered it in
 float8: such a weight is no parameter that a graph keeps for nothing, and a copy costs as much (read off the trace of a
@@ -83,7 +87,8 @@ class Float8LayerOps(LayerOps):
     def forward(self, *, again: bool = False) -> list[Op]:
         """The operations of forward; `again`: those that backward may run again, with conversions that it alone reads."""
         ops = super().forward(again=again)
-        wanted = set(self._inputs()) if again else self._read_by_others()
+        kept = set[str]() if self.recomputes else self._read_by_others()
+        wanted = set(self._inputs()) if again else kept
         made = {f"{name}.scale": self._transposed(name) for name in wanted}
         ops = [each for one in ops for each in (one, *made.pop(one.name, ()))]
         return ops + [self._weight_back(name) for name in products(self.context.architecture) if name in self._kept_weights]

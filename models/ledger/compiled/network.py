@@ -12,7 +12,15 @@ from functools import lru_cache
 
 from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
-from peakcast.models.ledger.compiled.float8 import ROWS, Float8LayerOps, in_float8, inlined, kept_late, recomputed_inputs
+from peakcast.models.ledger.compiled.float8 import (
+    FAR_IN_LAST,
+    ROWS,
+    Float8LayerOps,
+    in_float8,
+    inlined,
+    kept_late,
+    recomputed_inputs,
+)
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.compiled.layer import kept_of
@@ -167,13 +175,14 @@ class _LayersInTurn:
         at_once, late = kept_late(inside)
         self.forward += prefixed(at_once, prefix, self.outer | {INPUT: self.given})
         self.late += prefixed(late, prefix, self.outer | {INPUT: self.given})
-        self.repeated += prefixed(repeated, prefix, self.outer | {INPUT: self.given})
         self.kept |= {prefix + name for name in kept_of(layer, inside, again)}
         if again and not last:
             self.kept.add(prefix + OUTPUT)
         above_names = {name: name.replace(OUTPUT_GRADIENT, above) for name in OF_OUTPUT_GRADIENT}
         if last and again:
             back = _after_recomputation(layer, back)
+            repeated = [replace(one, fuses=()) if one.name in FAR_IN_LAST else one for one in repeated]
+        self.repeated += prefixed(repeated, prefix, self.outer | {INPUT: self.given})
         self.backward[:0] = prefixed(back, prefix, self.outer | {INPUT: self.given} | above_names)
         self.summed = (self.given, f"{prefix}o", f"{prefix}down")
         self.given = prefix + OUTPUT
@@ -197,13 +206,15 @@ def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:
     """The backward of the layer that is recomputed first. Its attention gets a mask that is written out for every head. The
     final norm reads the same recomputed buffers, so the sums over rows of both norms are one kernel."""
     size = context.batch * context.architecture.num_attention_heads * context.sequence**2 * context.precision.compute_bytes
-    found = []
+    found, far = [], FAR_IN_LAST if in_float8(context) else ()
     for one in backward:
         if one.name == "d_attention":
             found.append(op("mask_of_heads", MASK, size))
             one = replace(one, reads=tuple("mask_of_heads" if name == MASK else name for name in one.reads))
         elif one.name == "norm_2.partial":
             one = replace(one, fuses=("norm_final.partial",))
+        elif one.name in far:
+            one = replace(one, fuses=())
         found.append(one)
     return found
 
