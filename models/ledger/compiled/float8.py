@@ -59,8 +59,8 @@ FAR = ("qkv", "q", "k", "v")
 Inductor joins no kernels that are more than 64 apart (torch 2.13 `_inductor/scheduler.py` are_long_distant_nodes)."""
 
 FAR_IN_LAST = frozenset({"o.f8t", "attended.f8t", "norm_1.partial"})
-"""What is that far as well in the last layer of a network, which is recomputed to its end: conversions from those of forward,
-and the sums of the first norm's gradient from those of the final norm's."""
+"""What is that far as well in the last layer of a network, which is recomputed to its end: conversions from those of
+forward, and the sums of the first norm's gradient from those of the final norm's."""
 
 KEPT_OF_GATHERED = ("v", "qkv", "gate", "up", "gate_up", "down")
 """Products of which Inductor's partitioner keeps the float8 weight in backward's layout where FSDP2 has gathered it in

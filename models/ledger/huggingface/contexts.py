@@ -152,8 +152,10 @@ def _adapters(job: TrainingJob) -> Adapters:
 
 
 def _linears(job: TrainingJob, convention: Mapping[str, Any]) -> Linears:
+    # where only the weights' gradients stay in bf16, compiled layers keep the inputs of products as in bf16
+    as_bfloat16 = job.compile and convention.get("float8_recipe") == "rowwise_with_gw_hp"
     return Linears(
-        float8=job.precision.compute == "float8",
+        float8=job.precision.compute == "float8" and not as_bfloat16,
         float8_kept=str(convention.get("float8_weights_kept", "gathered")),
         gathered_in_float8=bool(convention.get("fsdp_float8_all_gather")) and job.parallelism.num_replicas > 1,
         keep_input=job.parallelism.zero_stage == 3,
