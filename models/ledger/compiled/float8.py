@@ -23,6 +23,9 @@ from peakcast.models.ledger.compiled.ops import Names, names, op
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+"""The dtypes of operands, and of gradients (torchao 0.18 float8/config.py CastConfig)."""
+
 GROUPS = 512
 """The absolute maximum is taken in this many parts first (read off the traces)."""
 
@@ -106,8 +109,8 @@ class Float8LayerOps(LayerOps):
             *self._scale(reads),
             *([] if given else measured),
             *self._unrounded(reads, self._elements(name, 0)),
-            op(copy, self._converted(reads), self._elements(name, 0), fuses=(f"{reads}.f8", f"{reads}.fp32")),
-            *([] if given else [op(f"{name}.f8", f"{name}.weight.most", self._weight(name))]),
+            op(copy, self._converted(reads), self._elements(name, 0), fuses=(f"{reads}.f8", f"{reads}.fp32"), dtype=E4M3),
+            *([] if given else [op(f"{name}.f8", f"{name}.weight.most", self._weight(name), dtype=E4M3)]),
             op(name, names(operands, f"{reads}.scale", f"{name}.weight.scale"), size),
         ]
 
@@ -120,10 +123,12 @@ class Float8LayerOps(LayerOps):
         return [
             *self._scale(gradient),
             *self._unrounded(gradient, outputs),
-            op(f"{gradient}.f8", both, outputs, fuses="d_up.f8" if gradient == "d_gate" else f"{gradient}.fp32"),
+            op(
+                f"{gradient}.f8", both, outputs, fuses="d_up.f8" if gradient == "d_gate" else f"{gradient}.fp32", dtype=E5M2
+            ),
             *([] if name in self._kept_weights else [self._weight_back(name)]),
             op(result, (f"{gradient}.f8", f"{name}.f8t", f"{gradient}.scale", f"{name}.weight.scale"), size),
-            op(f"{gradient}.f8t", both, outputs, fuses=self._converted_with(gradient)),
+            op(f"{gradient}.f8t", both, outputs, fuses=self._converted_with(gradient), dtype=E5M2),
             self._gradient(
                 f"{name}.weight",
                 (f"{gradient}.f8t", self._copy(read, "f8t", name), f"{gradient}.scale", f"{read}.scale"),
@@ -166,7 +171,7 @@ class Float8LayerOps(LayerOps):
         """The weight of `name` in the layout that backward reads."""
         near = name not in FAR or name in self._kept_weights
         fuses = f"{name}.f8" if near and not self.context.linears.gathered_in_float8 else ()
-        return op(f"{name}.f8t", f"{name}.weight.most", self._weight(name), fuses=fuses)
+        return op(f"{name}.f8t", f"{name}.weight.most", self._weight(name), fuses=fuses, dtype=E4M3)
 
     @cached_property
     def _kept_weights(self) -> frozenset[str]:
@@ -218,7 +223,7 @@ class Float8LayerOps(LayerOps):
         of, where = self._inputs()[x], self._converted_with(x)
         copies = dict.fromkeys(self._copy(x, "f8t", name) for name in of)
         fuses = f"{x}.f8" if x in self._read_by_others() and not self.recomputes else where
-        return [op(copy, self._converted(x), self._elements(of[0], 0), fuses=fuses) for copy in copies]
+        return [op(copy, self._converted(x), self._elements(of[0], 0), fuses=fuses, dtype=E4M3) for copy in copies]
 
     def _scale(self, x: str) -> list[Op]:
         """The absolute maximum of `x`, in parts and whole."""
@@ -261,8 +266,9 @@ def inlined(ops: Sequence[Op]) -> list[Op]:
 
 
 def _without_buffer(ops: Sequence[Op]) -> set[str]:
-    """Names of what only conversions to float8 read."""
-    made = {name for one in ops for name in one.writes if _in_layer(name) in ELEMENTWISE and len(one.writes) == 1}
+    """Names of what only conversions to float8 read, computed by itself of a few buffers."""
+    few = [one for one in ops if len(one.writes) == 1 and len(one.reads) <= READS_AGAIN]
+    made = {name for one in few for name in one.writes if _in_layer(name) in ELEMENTWISE}
     readers: dict[str, list[str]] = {name: [] for name in made}
     for one in ops:
         for name in one.reads:
