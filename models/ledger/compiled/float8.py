@@ -222,6 +222,8 @@ class Float8LayerOps(LayerOps):
         """The conversions of `x` that the gradients of weights read."""
         of, where = self._inputs()[x], self._converted_with(x)
         copies = dict.fromkeys(self._copy(x, "f8t", name) for name in of)
+        if x == self.attended and self._of_many_steps("product"):  # whose kernels lie between the two conversions
+            where = ()
         fuses = f"{x}.f8" if x in self._read_by_others() and not self.recomputes else where
         return [op(copy, self._converted(x), self._elements(of[0], 0), fuses=fuses, dtype=E4M3) for copy in copies]
 
