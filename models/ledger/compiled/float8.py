@@ -213,10 +213,17 @@ class Float8LayerOps(LayerOps):
 
     def _converted_with(self, x: str) -> Names:
         """The operations in whose kernel `x` is converted for weights' gradients, the most wanted first."""
-        of_several = CONVERTED_OF_SEVERAL if self.context.batch > 1 else {}
-        found = of_several.get(x) or CONVERTED_WITH.get(x) or (f"{x}.f8",)
-        alone = all(len(self._inputs().get(norm, ())) == 1 for norm in ("norm_1", "norm_2"))
-        return ("norm_2.f8t", *found) if x == "norm_1" and alone and self.sums_again else found
+        several = self.context.batch > 1
+        found = (CONVERTED_OF_SEVERAL if several else {}).get(x) or CONVERTED_WITH.get(x) or (f"{x}.f8",)
+        if x not in ("norm_1", "norm_2") or not self._norms_are_joined:
+            return found
+        return ("norm_2.f8t", *found) if x == "norm_1" else ("norm_2.f8", *found) if several else found
+
+    @cached_property
+    def _norms_are_joined(self) -> bool:
+        """Whether the conversions of both norms' results, one of each that read the layer's input, are joined before other
+        kernels are considered."""
+        return self.sums_again and all(len(self._inputs().get(norm, ())) == 1 for norm in ("norm_1", "norm_2"))
 
     def _transposed(self, x: str) -> list[Op]:
         """The conversions of `x` that the gradients of weights read."""
