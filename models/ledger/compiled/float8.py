@@ -215,9 +215,22 @@ class Float8LayerOps(LayerOps):
         """The operations in whose kernel `x` is converted for weights' gradients, the most wanted first."""
         several = self.context.batch > 1
         found = (CONVERTED_OF_SEVERAL if several else {}).get(x) or CONVERTED_WITH.get(x) or (f"{x}.f8",)
-        if x not in ("norm_1", "norm_2") or not self._norms_are_joined:
+        if x not in ("norm_1", "norm_2"):
+            return found
+        if self._sums_both_ways:
+            return (f"{x}.f8",)
+        if not self._norms_are_joined:
             return found
         return ("norm_2.f8t", *found) if x == "norm_1" else ("norm_2.f8", *found) if several else found
+
+    @property
+    def _sums_both_ways(self) -> bool:
+        """Whether the kernel of the second norm's backward, in which a selective policy computes the first norm's factors
+        again, sums over rows as well: it takes in no conversion (torch 2.13 `_inductor/scheduler.py`
+        MixOrderReduction.can_fuse)."""
+        rows, width = self.context.rows, self.context.architecture.hidden_size
+        again = self.recomputes and self.context.backward.cached_matmuls
+        return bool(again) and rows >= max(4096, 2 * width) and rows * width >= 5 * 2**20
 
     @cached_property
     def _norms_are_joined(self) -> bool:
