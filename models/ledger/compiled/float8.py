@@ -213,15 +213,15 @@ class Float8LayerOps(LayerOps):
 
     def _converted_with(self, x: str) -> Names:
         """The operations in whose kernel `x` is converted for weights' gradients, the most wanted first."""
-        several = self.context.batch > 1
-        found = (CONVERTED_OF_SEVERAL if several else {}).get(x) or CONVERTED_WITH.get(x) or (f"{x}.f8",)
+        of_several = CONVERTED_OF_SEVERAL if self.context.batch > 1 else {}
+        found = of_several.get(x) or CONVERTED_WITH.get(x) or (f"{x}.f8",)
         if x not in ("norm_1", "norm_2"):
             return found
         if self._sums_both_ways:
             return (f"{x}.f8",)
         if not self._norms_are_joined:
             return found
-        return ("norm_2.f8t", *found) if x == "norm_1" else ("norm_2.f8", *found) if several else found
+        return ("norm_2.f8t" if x == "norm_1" else "norm_2.f8", *found)
 
     @property
     def _sums_both_ways(self) -> bool:
@@ -235,8 +235,9 @@ class Float8LayerOps(LayerOps):
     @cached_property
     def _norms_are_joined(self) -> bool:
         """Whether the conversions of both norms' results, one of each that read the layer's input, are joined before other
-        kernels are considered."""
-        return self.sums_again and all(len(self._inputs().get(norm, ())) == 1 for norm in ("norm_1", "norm_2"))
+        kernels are considered; a single sequence's that are recomputed are taken in by those kernels."""
+        beside = self.sums_again and (self.context.batch > 1 or not self.recomputes)
+        return beside and all(len(self._inputs().get(norm, ())) == 1 for norm in ("norm_1", "norm_2"))
 
     def _transposed(self, x: str) -> list[Op]:
         """The conversions of `x` that the gradients of weights read."""
