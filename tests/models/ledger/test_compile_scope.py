@@ -131,6 +131,14 @@ NAMED = {
     },
     "float8 of a whole network of 'gemma-2-2b'": {"architecture": "gemma-2-2b", "precision": {"compute": "float8"}},
     "float8 in layers of 'gemma-2-2b'": {**LAYERS, "architecture": "gemma-2-2b", "precision": {"compute": "float8"}},
+    "float8 in layers with checkpointing of 'phi-3-mini'": {
+        **LAYERS,
+        "architecture": "phi-3-mini",
+        "sequence_length": 1024,
+        "precision": {"compute": "float8"},
+        "activation_checkpointing": {"mode": "full"},
+    },
+    "rowwise scales of float8": {"precision": {"compute": "float8"}, "framework_options": {"float8_recipe": "rowwise"}},
     "attention='eager'": {"attention": "eager"},
     "sliding window": {"architecture": "mistral-7b", "sequence_length": 8192},
 }
