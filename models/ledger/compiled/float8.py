@@ -226,10 +226,10 @@ class Float8LayerOps(LayerOps):
     @property
     def _sums_both_ways(self) -> bool:
         """Whether the kernel of the second norm's backward, in which a selective policy computes the first norm's factors
-        again, sums over rows as well: it takes in no conversion (torch 2.13 `_inductor/scheduler.py`
+        again, sums over rows as well: with several sequences it takes in no conversion (torch 2.13 `_inductor/scheduler.py`
         MixOrderReduction.can_fuse)."""
         rows, width = self.context.rows, self.context.architecture.hidden_size
-        again = self.recomputes and self.context.backward.cached_matmuls
+        again = self.recomputes and self.context.backward.cached_matmuls and self.context.batch > 1
         return bool(again) and rows >= max(4096, 2 * width) and rows * width >= 5 * 2**20
 
     @cached_property

@@ -138,7 +138,6 @@ NAMED = {
         "precision": {"compute": "float8"},
         "activation_checkpointing": {"mode": "full"},
     },
-    "rowwise scales of float8": {"precision": {"compute": "float8"}, "framework_options": {"float8_recipe": "rowwise"}},
     "attention='eager'": {"attention": "eager"},
     "sliding window": {"architecture": "mistral-7b", "sequence_length": 8192},
 }
@@ -204,3 +203,14 @@ def test_a_network_compiled_whole_has_its_loss_inside_and_keeps_less():
 def test_copies_that_kernels_are_timed_on_are_said_where_they_can_be_the_peak(changes, torch, said):
     findings = scope_findings(job(**changes, versions={"torch": torch}))
     assert any("times the variants of a kernel" in finding.sentence for finding in findings) == said
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_rowwise_scales_are_said_to_need_more(recipe):
+    """What a tensorwise scale or bf16 counts is there in any case."""
+    eight = {**LAYERS, "framework": "torch", "precision": {"compute": "float8"}}
+    asked = job(**{**eight, "framework_options": {"compiled_regions": "layers", "float8_recipe": recipe}})
+    (finding,) = scope_findings(asked)
+    assert (finding.parameter, finding.effect) == ("framework_options.float8_recipe", "more")
+    alike = job(**(eight if recipe == "rowwise" else {**LAYERS, "framework": "torch"}))
+    assert ledger(asked).phase_peaks() == ledger(alike).phase_peaks()
