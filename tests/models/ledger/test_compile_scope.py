@@ -211,6 +211,7 @@ def test_rowwise_scales_are_said_to_need_more(recipe):
     eight = {**LAYERS, "framework": "torch", "precision": {"compute": "float8"}}
     asked = job(**{**eight, "framework_options": {"compiled_regions": "layers", "float8_recipe": recipe}})
     (finding,) = scope_findings(asked)
-    assert (finding.parameter, finding.effect) == ("framework_options.float8_recipe", "more")
+    assert finding.parameter == "framework_options.float8_recipe"
+    assert "more than counted" in finding.sentence
     alike = job(**(eight if recipe == "rowwise" else {**LAYERS, "framework": "torch"}))
     assert ledger(asked).phase_peaks() == ledger(alike).phase_peaks()
