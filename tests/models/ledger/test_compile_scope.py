@@ -129,8 +129,17 @@ NAMED = {
         "finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "bfloat16"},
         "framework_options": {"adapter_dtype": "bfloat16"},
     },
-    "float8 of a whole network of 'gemma-2-2b'": {"architecture": "gemma-2-2b", "precision": {"compute": "float8"}},
-    "float8 in layers of 'gemma-2-2b'": {**LAYERS, "architecture": "gemma-2-2b", "precision": {"compute": "float8"}},
+    "float8 of a whole network of 'gemma-3-1b'": {
+        "architecture": "gemma-3-1b",
+        "sequence_length": 256,
+        "precision": {"compute": "float8"},
+    },
+    "float8 in layers of 'gemma-3-1b'": {
+        **LAYERS,
+        "architecture": "gemma-3-1b",
+        "sequence_length": 256,
+        "precision": {"compute": "float8"},
+    },
     "float8 in layers with checkpointing of 'phi-3-mini'": {
         **LAYERS,
         "architecture": "phi-3-mini",
