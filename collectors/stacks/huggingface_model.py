@@ -128,10 +128,13 @@ def in_float8(model: Any, job: TrainingJob) -> Any:
 
     linears = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
     ends = [linears[0], linears[-1]] if job.framework == "huggingface" else [linears[-1]]
-    gathers = bool(conventions(job).get("fsdp_float8_all_gather"))
+    recipe = conventions(job).get("float8_recipe", "tensorwise")
+    config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=bool(conventions(job).get("fsdp_float8_all_gather")))
+    if recipe != "tensorwise":
+        config = float8.Float8LinearConfig.from_recipe_name(recipe)
     return float8.convert_to_float8_training(
         model,
-        config=float8.Float8LinearConfig(enable_fsdp_float8_all_gather=gathers),
+        config=config,
         module_filter_fn=lambda part, name: filter_linear_layers(part, name, layers_to_filter=ends),
     )
 

@@ -34,7 +34,8 @@ def _uses_bfloat16(job: TrainingJob) -> bool:
 
 def _options_beside_float8(job: TrainingJob) -> set[str]:
     """Options that were never traced together with float8: all but what is compiled, and what FSDP2 gathers."""
-    return set(job.framework_options) - {"compiled_regions", "fsdp_float8_all_gather", "float8_weights_kept"}
+    traced = {"compiled_regions", "float8_recipe", "fsdp_float8_all_gather", "float8_weights_kept"}
+    return set(job.framework_options) - traced
 
 
 def _is_split(layout: Parallelism) -> bool:

@@ -298,7 +298,10 @@ Compiled = Literal[
     "layers in shards",
     "layers in shards with accelerate",
     "a network in shards with accelerate",
+    "float8 of a whole network",
+    "float8 of a whole network with checkpointing",
     "float8 in layers",
+    "float8 in layers with checkpointing",
     "weights of layers gathered in float8",
 ]
 """What changes a family's compiled graphs; `alone`: nothing does."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from peakcast import catalog
+from peakcast.core.errors import SpecError
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.translate import ReadOptions, translated
@@ -115,14 +116,17 @@ def test_mixed_precision_is_autocast_where_nothing_is_sharded(degrees, autocast)
 
 def test_float8_is_read_with_what_is_gathered_and_scaled():
     converted = {"model": {**LLAMA, "converters": ["float8"]}}
-    for table, gathers, said in (
-        ({"enable_fsdp_float8_all_gather": True}, True, []),
-        ({"recipe_name": "rowwise"}, None, ["float8.recipe_name"]),
+    for table, options in (
+        ({"enable_fsdp_float8_all_gather": True}, {"fsdp_float8_all_gather": True}),
+        ({"recipe_name": "tensorwise"}, {}),
+        ({"recipe_name": "rowwise"}, {"float8_recipe": "rowwise"}),
     ):
         asked = read(LLAMA, **converted, float8=table)
         assert asked.job.precision.compute == "float8"
-        assert asked.job.framework_options.get("fsdp_float8_all_gather") == gathers
-        assert [finding.parameter for finding in asked.findings] == said
+        assert {k: v for k, v in asked.job.framework_options.items() if "float8" in k} == options
+        assert not asked.findings
+    with pytest.raises(SpecError, match="recipe_name"):
+        read(LLAMA, **converted, float8={"recipe_name": "row"})
     assert "fsdp_float8_all_gather" not in read(LLAMA, float8={"enable_fsdp_float8_all_gather": True}).job.framework_options
 
 

@@ -180,8 +180,8 @@ class LayerOps(LayerForward):
             if turned:  # in two kernels if they compute the rotary tables too; else in one, whose parts are not buffers
                 of_sines = {"d_k_of_sines": self.k, "d_q_of_sines": self.q}
                 parts = of_sines if self.masked else {"d_qkv_of_sines": size, "d_qkv_by_head": size}
-                ops.append(op("d_of_sines", given, writes=parts))
-                given += tuple(parts)
+                ops.append(op("d_of_sines", given if self.masked else given[:2], writes=parts))
+                given = (*(given if self.masked else given[2:]), *parts)
             return [
                 *ops,
                 op("d_qkv", given, size, fuses=() if self.masked else "d_of_sines"),
@@ -196,7 +196,7 @@ class LayerOps(LayerForward):
             size = self.q if name == "q" else self.k
             if name != "v" and not (self.masked or self.grouped):
                 ops += self._rotated_back(name, size)
-            elif name != "v" and self.lays_out:
+            elif name != "v" and self.lays_out(name):
                 ops.append(op(f"d_{name}", f"d_{name}_by_head", size, replaces=f"d_{name}_by_head"))
             ops += self._adapter_back(name, self._of_adapter(f"d_{name}"), "norm_1", f"d_norm_1.wide_of_{name}", hidden)
             ops += self.back(name, (f"d_{name}", "norm_1"), f"d_norm_1_of_{name}", f"d_{name}", hidden)
@@ -303,7 +303,7 @@ class LayerOps(LayerForward):
         if self.grouped and name == "k":  # summed over the query heads of each key head, for both halves of the rotation
             ops, given = [op("d_k_of_sines", "d_k_expanded", through, wide=wide)], ("d_k_of_sines", "d_k_expanded")
         if not by_head:
-            result = f"d_{name}_by_head" if self.lays_out else f"d_{name}"
+            result = f"d_{name}_by_head" if self.lays_out(name) else f"d_{name}"
             return [*ops, op(result, given, size), *self._scaled(f"d_{name}", given, size, (name,))]
         head, weight = self.context.architecture.head_dim, self.context.precision.weight_bytes
         partial = size // (self.context.precision.compute_bytes * ROWS_SUMMED) * FP32

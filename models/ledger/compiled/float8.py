@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from peakcast.core.units import FP32
+from peakcast.core.units import BF16, FP32
 from peakcast.models.ledger.compiled.backward import READS_AGAIN, LayerOps
 from peakcast.models.ledger.compiled.forward import modules_of, products
 from peakcast.models.ledger.compiled.inductor_kernels import Op
@@ -23,25 +23,47 @@ from peakcast.models.ledger.compiled.ops import Names, names, op
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+"""The dtypes of operands, and of gradients (torchao 0.18 float8/config.py CastConfig)."""
+
 GROUPS = 512
 """The absolute maximum is taken in this many parts first (read off the traces)."""
 
-ELEMENTWISE = ("norm_1", "norm_2", "product", "attended_by_token", "d_gate", "d_up")
+ELEMENTWISE = ("norm_1", "norm_2", "product", "attended_by_token", "d_gate", "d_up", "d_qkv")
 """What is computed element by element for products."""
 
+ROWS = "embed_tokens.rows"
+"""In a network that is compiled whole, what adds the first layer's gradient to the rows of the table."""
+
 CONVERTED_WITH = {
-    "norm_1": "d_input",
-    "norm_2": "d_middle",
-    "product": "d_up.f8",
-    OUTPUT_GRADIENT: "d_middle",
-    "d_middle": "d_input",
-    "d_gate": "d_up.f8",
+    "norm_1": ("d_input", ROWS),
+    "norm_2": ("d_middle",),
+    "product": ("d_up.f8",),
+    OUTPUT_GRADIENT: ("d_middle",),
+    "d_middle": ("d_input", ROWS),
+    "d_gate": ("d_up.f8", "d_gate.f8"),
 }
-"""By buffer, the operation in whose kernel it is converted for weights' gradients: one that reads the same."""
+"""By buffer, the operations in whose kernel it is converted for weights' gradients: those that read the same."""
+
+CONVERTED_OF_SEVERAL = {
+    "norm_1": ("d_input", "d_middle"),
+    OUTPUT_GRADIENT: (f"{OUTPUT_GRADIENT}.f8",),
+    "d_middle": ("d_middle.f8",),
+}
+"""The same, where they differ, of several sequences: a kernel over sequences and tokens does not take in a conversion over
+all rows of what another kernel made (torch 2.13 `_inductor/scheduler.py` _try_reorder_loops_for_candidates)."""
+
+MANY_STEPS = frozenset({"gelu_pytorch_tanh", "gelu_new", "gelu_fast"})
+"""Activation functions of so many elementary operations that what is computed with them becomes a buffer where it is used
+more than once (torch 2.13 `_inductor/config.py` realize_opcount_threshold, 30): fp32 values before they are rounded."""
 
 FAR = ("qkv", "q", "k", "v")
 """The projections. Their weights, in a graph that recomputes them, are converted a second time by kernels of their own:
 Inductor joins no kernels that are more than 64 apart (torch 2.13 `_inductor/scheduler.py` are_long_distant_nodes)."""
+
+FAR_IN_LAST = frozenset({"o.f8t", "attended.f8t", "norm_1.partial"})
+"""What is that far as well in the last layer of a network, which is recomputed to its end: conversions from those of
+forward, and the sums of the first norm's gradient from those of the final norm's."""
 
 KEPT_OF_GATHERED = ("v", "qkv", "gate", "up", "gate_up", "down")
 """Products of which Inductor's partitioner keeps the float8 weight in backward's layout where FSDP2 has gathered it in
@@ -68,7 +90,8 @@ class Float8LayerOps(LayerOps):
     def forward(self, *, again: bool = False) -> list[Op]:
         """The operations of forward; `again`: those that backward may run again, with conversions that it alone reads."""
         ops = super().forward(again=again)
-        wanted = set(self._inputs()) if again else self._read_by_others()
+        kept = set[str]() if self.recomputes else self._read_by_others()
+        wanted = set(self._inputs()) if again else kept
         made = {f"{name}.scale": self._transposed(name) for name in wanted}
         ops = [each for one in ops for each in (one, *made.pop(one.name, ()))]
         return ops + [self._weight_back(name) for name in products(self.context.architecture) if name in self._kept_weights]
@@ -77,16 +100,18 @@ class Float8LayerOps(LayerOps):
         if name not in self._float8:
             return super()._projected(name, reads, size, widened)
         copy, given = self._copy(reads, "f8", name), self.context.linears.gathered_in_float8
+        operands = copy if given else (copy, f"{name}.f8")
         measured = [
             op(f"{name}.amax", (), GROUPS * FP32, wide=True),
-            op(f"{name}.weight.scale", f"{name}.amax", FP32, wide=True),
+            _scales(f"{name}.weight", f"{name}.amax"),
         ]
         return [
             *self._scale(reads),
             *([] if given else measured),
-            op(copy, (reads, f"{reads}.scale"), self._elements(name, 0), fuses=f"{reads}.f8"),
-            *([] if given else [op(f"{name}.f8", f"{name}.weight.scale", self._weight(name))]),
-            op(name, copy if given else (copy, f"{name}.f8"), size),
+            *self._unrounded(reads, self._elements(name, 0)),
+            op(copy, self._converted(reads), self._elements(name, 0), fuses=(f"{reads}.f8", f"{reads}.fp32"), dtype=E4M3),
+            *([] if given else [op(f"{name}.f8", f"{name}.weight.most", self._weight(name), dtype=E4M3)]),
+            op(name, names(operands, f"{reads}.scale", f"{name}.weight.scale"), size),
         ]
 
     def back(self, name: str, reads: Names, result: str, gradient: str, size: int, elements: int | None = None) -> list[Op]:
@@ -94,21 +119,59 @@ class Float8LayerOps(LayerOps):
             return super().back(name, reads, result, gradient, size, elements)
         (read,) = set(reads) - {gradient}
         weight = self._weight(name) * self.context.precision.weight_bytes
-        both, outputs = (gradient, f"{gradient}.scale"), self._elements(name, 1)
+        both, outputs = self._converted(gradient), self._elements(name, 1)
         return [
             *self._scale(gradient),
-            op(f"{gradient}.f8", both, outputs, fuses="d_up.f8" if gradient == "d_gate" else ()),
+            *self._unrounded(gradient, outputs),
+            op(
+                f"{gradient}.f8", both, outputs, fuses="d_up.f8" if gradient == "d_gate" else f"{gradient}.fp32", dtype=E5M2
+            ),
             *([] if name in self._kept_weights else [self._weight_back(name)]),
-            op(result, (f"{gradient}.f8", f"{name}.f8t"), size),
-            op(f"{gradient}.f8t", both, outputs, fuses=CONVERTED_WITH.get(gradient, f"{gradient}.f8")),
-            self._gradient(f"{name}.weight", (f"{gradient}.f8t", self._copy(read, "f8t", name)), weight),
+            op(result, (f"{gradient}.f8", f"{name}.f8t", f"{gradient}.scale", f"{name}.weight.scale"), size),
+            op(f"{gradient}.f8t", both, outputs, fuses=self._converted_with(gradient), dtype=E5M2),
+            self._gradient(
+                f"{name}.weight",
+                (f"{gradient}.f8t", self._copy(read, "f8t", name), f"{gradient}.scale", f"{read}.scale"),
+                weight,
+            ),
         ]
+
+    def _feed_forward_back(self, incoming: str) -> list[Op]:
+        """With an activation of many steps, the gradient of `gate` is a buffer, which is measured, and so are its fp32
+        values, which are converted; they are made with all that reads the same."""
+        ops = super()._feed_forward_back(incoming)
+        if not self._of_many_steps("d_gate"):
+            return ops
+        size = self.inner // self.context.precision.compute_bytes * FP32
+        both = op("d_gate", "", writes={"d_gate": self.inner, "d_gate.fp32": size}, fuses="d_up.f8", wide=("d_gate.fp32",))
+        return [replace(both, reads=one.reads) if one.name == "d_gate" else one for one in ops]
+
+    def _of_many_steps(self, x: str) -> bool:
+        """Whether `x` is computed with an activation of many steps, for products in float8."""
+        reader = {"product": "down", "d_up": "up", "d_gate": "gate"}.get(x)
+        return self.context.architecture.hidden_act in MANY_STEPS and reader in self._float8
+
+    def _converted(self, x: str) -> Names:
+        """The buffers that conversions of `x` read."""
+        if not self._of_many_steps(x):
+            return x, f"{x}.most"
+        return ("d_gate.fp32", "d_gate.most") if x == "d_gate" else (f"{x}.fp32",)  # which is scaled already
+
+    def _unrounded(self, x: str, elements: int) -> list[Op]:
+        """The scaled fp32 values of `x` before they are rounded, if these are a buffer."""
+        if x == "d_gate" or not self._of_many_steps(x):
+            return []
+        return [op(f"{x}.fp32", (x, f"{x}.most"), elements * FP32, wide=True, fuses="d_up.f8" if x == "product" else ())]
+
+    def lays_out(self, name: str) -> bool:
+        """A conversion rearranges what it reads."""
+        return name not in self._float8 and super().lays_out(name)
 
     def _weight_back(self, name: str) -> Op:
         """The weight of `name` in the layout that backward reads."""
         near = name not in FAR or name in self._kept_weights
         fuses = f"{name}.f8" if near and not self.context.linears.gathered_in_float8 else ()
-        return op(f"{name}.f8t", f"{name}.weight.scale", self._weight(name), fuses=fuses)
+        return op(f"{name}.f8t", f"{name}.weight.most", self._weight(name), fuses=fuses, dtype=E4M3)
 
     @cached_property
     def _kept_weights(self) -> frozenset[str]:
@@ -148,27 +211,69 @@ class Float8LayerOps(LayerOps):
         shared = kept or len(stream) + len(self.statistics("1")) + 2 > READS_AGAIN
         return f"{x}.{kind}" if shared or name == of[0] else f"{x}.{kind}_of_{name}"
 
+    def _converted_with(self, x: str) -> Names:
+        """The operations in whose kernel `x` is converted for weights' gradients, the most wanted first."""
+        of_several = CONVERTED_OF_SEVERAL if self.context.batch > 1 else {}
+        found = of_several.get(x) or CONVERTED_WITH.get(x) or (f"{x}.f8",)
+        if x not in ("norm_1", "norm_2"):
+            return found
+        if self._sums_both_ways:
+            return (f"{x}.f8",)
+        if not self._norms_are_joined:
+            return found
+        return ("norm_2.f8t" if x == "norm_1" else "norm_2.f8", *found)
+
+    @property
+    def _sums_both_ways(self) -> bool:
+        """Whether the kernel of the second norm's backward, in which a selective policy computes the first norm's factors
+        again, sums over rows as well: with several sequences it takes in no conversion (torch 2.13 `_inductor/scheduler.py`
+        MixOrderReduction.can_fuse)."""
+        rows, width = self.context.rows, self.context.architecture.hidden_size
+        again = self.recomputes and self.context.backward.cached_matmuls and self.context.batch > 1
+        return bool(again) and rows >= max(4096, 2 * width) and rows * width >= 5 * 2**20
+
+    @cached_property
+    def _norms_are_joined(self) -> bool:
+        """Whether the conversions of both norms' results, one of each that read the layer's input, are joined before other
+        kernels are considered; a single sequence's that are recomputed are taken in by those kernels."""
+        beside = self.sums_again and (self.context.batch > 1 or not self.recomputes)
+        return beside and all(len(self._inputs().get(norm, ())) == 1 for norm in ("norm_1", "norm_2"))
+
     def _transposed(self, x: str) -> list[Op]:
         """The conversions of `x` that the gradients of weights read."""
-        of, where = self._inputs()[x], CONVERTED_WITH.get(x, f"{x}.f8")
+        of, where = self._inputs()[x], self._converted_with(x)
         copies = dict.fromkeys(self._copy(x, "f8t", name) for name in of)
+        if x == self.attended and self._of_many_steps("product"):  # whose kernels lie between the two conversions
+            where = ()
         fuses = f"{x}.f8" if x in self._read_by_others() and not self.recomputes else where
-        return [op(copy, (x, f"{x}.scale"), self._elements(of[0], 0), fuses=fuses) for copy in copies]
+        return [op(copy, self._converted(x), self._elements(of[0], 0), fuses=fuses, dtype=E4M3) for copy in copies]
 
     def _scale(self, x: str) -> list[Op]:
         """The absolute maximum of `x`, in parts and whole."""
         rows = self.context.rows if x in ("norm_1", "norm_2", "d_middle") else GROUPS
         return [
             op(f"{x}.amax", x, rows * FP32, wide=True, fuses=MEASURED_WITH.get(x, x)),
-            op(f"{x}.scale", f"{x}.amax", FP32, wide=True),
+            _scales(x, f"{x}.amax"),
         ]
+
+
+def _scales(x: str, amax: str) -> Op:
+    """The absolute maximum of all of `x`, which its conversions read, and its scale, which products read."""
+    return op(f"{x}.scale", amax, writes={f"{x}.most": BF16, f"{x}.scale": FP32}, wide=(f"{x}.scale",))
 
 
 def recomputed_inputs(forward: Sequence[Op]) -> set[str]:
     """Names of what backward computes again, whatever the policy: what has no buffer, and the scales of inputs."""
     without = _without_buffer(forward)
-    measured = {name for one in forward for name in one.writes if name.endswith((".amax", ".scale"))}
-    return without | {name for name in measured if not name.endswith(".weight.scale")}
+    measured = {name for one in forward for name in one.writes if name.endswith((".amax", ".most", ".scale", ".fp32"))}
+    return without | {name for name in measured if not name.endswith((".weight.most", ".weight.scale"))}
+
+
+def kept_late(forward: Sequence[Op]) -> tuple[list[Op], list[Op]]:
+    """The operations of a layer's forward in a network, and the conversions that forward makes for backward alone. As part
+    of the traced backward they come at the end of the graph, too far from the others to be one kernel with them."""
+    late = [replace(one, fuses=()) for one in forward if ".f8t" in one.name]
+    return [one for one in forward if ".f8t" not in one.name], late
 
 
 def inlined(ops: Sequence[Op]) -> list[Op]:
@@ -184,15 +289,22 @@ def inlined(ops: Sequence[Op]) -> list[Op]:
 
 
 def _without_buffer(ops: Sequence[Op]) -> set[str]:
-    """Names of what only conversions to float8 read."""
-    readers: dict[str, list[str]] = {name: [] for name in ELEMENTWISE}
+    """Names of what only conversions to float8 read, computed by itself of a few buffers."""
+    few = [one for one in ops if len(one.writes) == 1 and len(one.reads) <= READS_AGAIN]
+    made = {name for one in few for name in one.writes if _in_layer(name) in ELEMENTWISE}
+    readers: dict[str, list[str]] = {name: [] for name in made}
     for one in ops:
         for name in one.reads:
             if name in readers:
                 readers[name].append(one.name)
-    made = {name for one in ops for name in one.writes}
-    return {name for name, of in readers.items() if of and name in made and all(_converts(one, name) for one in of)}
+    return {name for name, of in readers.items() if of and all(_converts(one, name) for one in of)}
+
+
+def _in_layer(name: str) -> str:
+    """The name in its layer of what may be a buffer of a network."""
+    layer, dot, own = name.partition(".")
+    return own if dot and layer.isdecimal() else name
 
 
 def _converts(reader: str, name: str) -> bool:
-    return reader.startswith((f"{name}.f8", f"{name}.amax"))
+    return reader.startswith((f"{name}.f8", f"{name}.amax", f"{name}.fp32"))

@@ -95,8 +95,6 @@ class LayerForward:
         self.expands = self.grouped and architecture.num_key_value_heads > 1
         """Whether keys and values are copied for every head, as the kernel with a mask needs them and some networks do
         themselves; a single head is expanded as a view."""
-        self.lays_out = self.masked and self.trains and architecture.qk_norm == "none"
-        """Whether a gradient laid out head by head is rearranged token by token in a kernel of its own, in place."""
         self.sandwiched = architecture.norm_placement == "pre_and_post"
         """Whether a sub-layer's output is normalised before it is added to the stream."""
         self.drops = architecture.hidden_dropout > 0
@@ -112,7 +110,8 @@ class LayerForward:
 
     def forward(self, *, again: bool = False) -> list[Op]:
         """The operations from INPUT to OUTPUT; `again`: as recomputed in the backward graph."""
-        kept = "norm_2.normed.wide" if again and self.sandwiched else ""  # the norm's weight gradient reads it
+        again = again and self.recomputes and self.sandwiched
+        kept = "norm_2.normed.wide" if again else ""  # the norm's weight gradient reads it
         added, after = names(self.given, self._added_to_stream("o")), ("post_1.rstd", "o.dropped")
         summed = op("middle", added, self.stream, wide=self.casts, replaces="o", fuses=after)
         return [
@@ -140,6 +139,11 @@ class LayerForward:
     def middle(self) -> Names:
         """The stream after attention, or the buffers whose sum it is."""
         return (*self._added_to_stream("o"), *self.given) if self.sums_again else ("middle",)
+
+    def lays_out(self, name: str) -> bool:
+        """Whether the gradient of the product `name`, laid out head by head, is rearranged token by token in place, in a
+        kernel of its own, for the matrix products that read it."""
+        return self.masked and self.trains and self.context.architecture.qk_norm == "none"
 
     def _added_to_stream(self, name: str) -> Names:
         """The buffers from which a kernel computes what is added to the stream for the product `name`: the product's output

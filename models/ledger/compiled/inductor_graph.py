@@ -35,22 +35,22 @@ class _Pool:
     def __init__(self, levels: NDArray[np.int64]) -> None:
         self.levels = levels.copy()
         self.most = int(levels.max())
-        self.free: dict[tuple[int, bool], list[tuple[str, int]]] = {}
+        self.free: dict[tuple[int, str], list[tuple[str, int]]] = {}
 
-    def give(self, name: str, size: int, wide: bool, instant: int) -> None:
+    def give(self, name: str, size: int, dtype: str, instant: int) -> None:
         """Add `name`, which was last read at `instant`."""
-        self.free.setdefault((size, wide), []).append((name, instant))
+        self.free.setdefault((size, dtype), []).append((name, instant))
 
-    def take(self, size: int, wide: bool, instant: int) -> str | None:
+    def take(self, size: int, dtype: str, instant: int) -> str | None:
         """The buffer whose memory a new one of `size` bytes at `instant` reuses; None if there is none."""
-        if not size or not self.free.get((size, wide)):
+        if not size or not self.free.get((size, dtype)):
             return None
-        name, since = self.free[size, wide][-1]
+        name, since = self.free[size, dtype][-1]
         between = self.levels[since + 1 : instant]
         if len(between) and size + between.max() > self.most:
             return None
         between += size
-        self.free[size, wide].pop()
+        self.free[size, dtype].pop()
         return name
 
 
@@ -117,7 +117,12 @@ class InductorGraph:
             if name not in self.inputs and name not in self.results:
                 released.setdefault(end - 1, []).append(name)
         replaced, inside = set[str](), self._fused_names()
-        wide = frozenset().union(*(op.wide for kernel in self.kernels for op in kernel.ops))
+        dtypes = {
+            name: op.dtype or ("wide" if name in op.wide else "")
+            for one in self.kernels
+            for op in one.ops
+            for name in op.writes
+        }
         pool = _Pool(self._levels)
         for instant, kernel in enumerate(self.order):
             for op in kernel.ops:
@@ -129,12 +134,12 @@ class InductorGraph:
                     if (taken := next(free, None)) is not None:
                         replaced.add(taken)
                     elif not (op.parts or kernel.part_of):
-                        taken = pool.take(size, result in wide, instant)
+                        taken = pool.take(size, dtypes[result], instant)
                     if taken is not None:
                         ends[taken] = instant
             for name in released.get(instant, ()):
                 if name not in replaced and name not in inside:
-                    pool.give(name, self._size[name], name in wide, instant)
+                    pool.give(name, self._size[name], dtypes.get(name, ""), instant)
         return self._lifetimes(ends, inside), {name: ends[name] for name in self.inputs}
 
     def _lifetimes(self, ends: Mapping[str, int], inside: Collection[str]) -> list[Life]:

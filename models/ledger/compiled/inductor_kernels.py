@@ -29,6 +29,8 @@ class Op:
     """Names of its results whose elements are wider than those of most results."""
     parameter: str = ""
     """If it makes a parameter's gradient: the parameter's name in its module."""
+    dtype: str = ""
+    """Of its results, if it is neither that of most results nor fp32."""
 
 
 @dataclass(eq=False, slots=True)

@@ -7,10 +7,19 @@ backward at once, so it may compute a weight's gradient as late as the end, if t
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
+from peakcast.models.ledger.compiled.float8 import (
+    FAR_IN_LAST,
+    ROWS,
+    Float8LayerOps,
+    in_float8,
+    inlined,
+    kept_late,
+    recomputed_inputs,
+)
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.compiled.layer import kept_of, mask_bytes, with_masks
@@ -89,18 +98,23 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
         for index, layer in enumerate(layers)
     ]
     masks = _masks(one, len(layers))
-    parts[0] = parts[0][0], with_masks(parts[0][1], masks, mask_bytes(one), ("sequences",)), parts[0][2]
+    of_masks = partial(with_masks, masks=masks, num_bytes=mask_bytes(one), reads=("sequences",))
+    ops, inside, repeated, back = parts[0]
+    parts[0] = ops, of_masks(inside), of_masks(repeated), back
+    before = [*embedded, op("sequences", (), one.rows * INT64)]
     network = _LayersInTurn(
-        forward=[*embedded, op("sequences", (), one.rows * INT64)],
+        forward=before,
+        repeated=[*before],
         kept={*reads, "positions", "sequences", *masks},
-        outer={name: name for name in (*reads, *masks, SEEDS, "sequences", "norm_final.partial")},
+        outer={name: name for name in (*reads, *masks, SEEDS, "sequences", "norm_final.partial", ROWS)},
     )
     for index, (layer, part) in enumerate(zip(layers, parts, strict=True)):
         network.add(layer, part, masks[index], again=again[index], last=index == len(layers) - 1)
     head, head_back = _head(one, parts[-1][0], network.given, network.summed if again[-1] else (network.given,))
     loss, loss_back = _loss(one)
     apart = family_of(one.architecture).ends.loss_apart
-    forward = network.forward + (head if apart else [*head, *loss])
+    after = head if apart else [*head, *loss]
+    forward = [*network.forward, *after, *network.late]
     kept = network.kept | {name for each in (*head, *loss) for name in each.writes}
     if any(again):
         kept.difference_update(masks)
@@ -108,9 +122,10 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
     everything = [*head_back, *network.backward, *embedding]
     if not apart:
         everything = [*loss_back, *everything]
-    differs = {each.name: each for each in network.repeated}
-    everything = recomputed([differs.get(each.name, each) for each in forward], wanted(everything), kept)
-    seen = {f"{index}.{name}": size for index, (each, _, _) in enumerate(parts) for name, size in each.parts_read.items()}
+    kept -= recomputed_inputs(forward)
+    everything = inlined(recomputed(network.repeated + after, wanted(everything), kept))
+    forward = inlined(forward)
+    seen = {f"{index}.{name}": size for index, (each, *_) in enumerate(parts) for name, size in each.parts_read.items()}
     first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
     if not apart:
         return first, second
@@ -118,15 +133,16 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
     return GraphsInTurn([first, loss_first]), GraphsInTurn([loss_second, second])
 
 
-LayerParts = tuple[LayerOps, list[Op], list[Op]]
-"""A layer, its operations forward, and those backward."""
+LayerParts = tuple[LayerOps, list[Op], list[Op], list[Op]]
+"""A layer, its operations forward, the same as backward may run them again, and those backward."""
 
 
 @lru_cache(maxsize=64)
 def _layer(context: HFContext, sums_again: bool, recomputes: bool, given: Names) -> LayerParts:
-    """The operations of one kind of layer, forward and backward; cached, because a network has many layers of a kind."""
-    ops = LayerOps(context, sums_again=sums_again, recomputes=recomputes, given=given)
-    return ops, ops.forward(), ops.backward(is_result=False)
+    """The operations of one kind of layer; cached, because a network has many layers of a kind."""
+    layer_ops = Float8LayerOps if in_float8(context) else LayerOps
+    ops = layer_ops(context, sums_again=sums_again, recomputes=recomputes, given=given)
+    return ops, ops.forward(), ops.forward(again=True), ops.backward(is_result=False)
 
 
 @dataclass(slots=True)
@@ -134,13 +150,15 @@ class _LayersInTurn:
     """The operations of a network's layers, which are added one by one."""
 
     forward: list[Op]
+    repeated: list[Op]
+    """The operations of forward, as backward may run them again."""
     kept: set[str]
     """Names of what forward may save for backward."""
     outer: dict[str, str]
     """Names of buffers that layers read or write and that are not their own -> the names that these have here."""
+    late: list[Op] = field(default_factory=list)
+    """The operations that forward runs at its end: it keeps what only backward reads."""
     backward: list[Op] = field(default_factory=list)
-    repeated: list[Op] = field(default_factory=list)
-    """The operations that recompute checkpointed layers."""
     given: str = "embedding"
     """The last layer's output."""
     summed: Names = ()
@@ -150,18 +168,20 @@ class _LayersInTurn:
 
     def add(self, layer: HFContext, part: LayerParts, mask: str, *, again: bool, last: bool) -> None:
         """Add a layer with its operations. `mask`: the name of its mask; `again`: whether it is checkpointed."""
-        (ops, inside, back), prefix = part, f"{self.number}."
+        (_, inside, repeated, back), prefix = part, f"{self.number}."
         above = "d_stream" if last else f"{self.number + 1}.d_input"
         self.outer[MASK] = mask
-        self.forward += prefixed(inside, prefix, self.outer | {INPUT: self.given})
-        if again:
-            self.repeated += prefixed(ops.forward(again=True), prefix, self.outer | {INPUT: self.given})
+        at_once, late = kept_late(inside)
+        self.forward += prefixed(at_once, prefix, self.outer | {INPUT: self.given})
+        self.late += prefixed(late, prefix, self.outer | {INPUT: self.given})
         self.kept |= {prefix + name for name in kept_of(layer, inside, again)}
         if again and not last:
             self.kept.add(prefix + OUTPUT)
         above_names = {name: name.replace(OUTPUT_GRADIENT, above) for name in OF_OUTPUT_GRADIENT}
         if last and again:
             back = _after_recomputation(layer, back)
+            repeated = [replace(one, fuses=()) if one.name in FAR_IN_LAST else one for one in repeated]
+        self.repeated += prefixed(repeated, prefix, self.outer | {INPUT: self.given})
         self.backward[:0] = prefixed(back, prefix, self.outer | {INPUT: self.given} | above_names)
         self.summed = (self.given, f"{prefix}o", f"{prefix}down")
         self.given = prefix + OUTPUT
@@ -178,13 +198,15 @@ def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:
     """The backward of the layer that is recomputed first. Its attention gets a mask that is written out for every head. The
     final norm reads the same recomputed buffers, so the sums over rows of both norms are one kernel."""
     size = context.batch * context.architecture.num_attention_heads * context.sequence**2 * context.precision.compute_bytes
-    found = []
+    found, far = [], FAR_IN_LAST if in_float8(context) else ()
     for one in backward:
         if one.name == "d_attention":
             found.append(op("mask_of_heads", MASK, size))
             one = replace(one, reads=tuple("mask_of_heads" if name == MASK else name for name in one.reads))
         elif one.name == "norm_2.partial":
             one = replace(one, fuses=("norm_final.partial",))
+        elif one.name in far:
+            one = replace(one, fuses=())
         found.append(one)
     return found
 
@@ -271,9 +293,9 @@ def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
     in_fp32 = wide and not tied  # then the table of sums is the gradient itself
     table = name if in_fp32 else "embed_tokens.table"
     made = op(table, (), elements * FP32, wide=True, is_result=in_fp32, parameter=of if in_fp32 else "")
-    ops = [made, op("embed_tokens.rows", (*reads, table), 0, fuses="0.d_input", is_result=True)]  # in place
+    ops = [made, op(ROWS, (*reads, table), 0, fuses="0.d_input", is_result=True)]  # in place
     size = elements * context.precision.weight_bytes
-    filled: Names = (table, "embed_tokens.rows")
+    filled: Names = (table, ROWS)
     if learned:
         ops += _positions_back(context)
     if in_fp32:

@@ -29,6 +29,7 @@ def op(
     is_result: bool = False,
     wide: bool | Collection[str] = False,
     parameter: str = "",
+    dtype: str = "",
 ) -> Op:
     """An operation. By default it writes one buffer of `size` bytes, which has its name. A single name may be given
     without a tuple. `wide`: whether all its results are wide, or which of them."""
@@ -43,6 +44,7 @@ def op(
         is_result=is_result,
         wide=frozenset((made if wide else ()) if isinstance(wide, bool) else wide),
         parameter=parameter,
+        dtype=dtype,
     )
 
 
@@ -77,6 +79,7 @@ def prefixed(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[
             is_result=one.is_result,
             wide=frozenset([found[name] for name in one.wide]),
             parameter=one.parameter,
+            dtype=one.dtype,
         )
         for one in ops
     ]

@@ -154,8 +154,12 @@ def _adapters(job: TrainingJob) -> Adapters:
 
 
 def _linears(job: TrainingJob, convention: Mapping[str, Any]) -> Linears:
+    # GPT-2's Conv1D is no nn.Linear and is not converted; where the weights' gradients alone stay in bf16, compiled layers
+    # keep the inputs of products as in bf16
+    as_bfloat16 = family_of(job.architecture).linear.conv1d
+    as_bfloat16 |= job.compile and convention.get("float8_recipe") == "rowwise_with_gw_hp"
     return Linears(
-        float8=job.precision.compute == "float8" and not (job.compile and convention["compiled_regions"] == "network"),
+        float8=job.precision.compute == "float8" and not as_bfloat16,
         float8_kept=str(convention.get("float8_weights_kept", "gathered")),
         gathered_in_float8=bool(convention.get("fsdp_float8_all_gather")) and job.parallelism.num_replicas > 1,
         keep_input=job.parallelism.zero_stage == 3,
@@ -304,6 +308,8 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
 
 
 def _first_linear(architecture: Architecture) -> str:
-    """The name of the first projection of attention."""
+    """The name of attention's first projection, in the order in which its class makes them."""
     names = family_of(architecture).names
+    if family_of(architecture).modules.output_first:
+        return names.out
     return names.qkv if architecture.fused_qkv else names.q

@@ -182,11 +182,8 @@ def tokens(job: TrainingJob) -> int:
     return job.num_tokens if job.batch.form == "padding_free" else job.micro_batch_size * job.sequence_length
 
 
-plain_float8 = (
-    trains & ~adapts & (huggingface | plain_torch) & used_in("bfloat16") & ~autocast & ~trait("linear.conv1d")
-)
-"""Float8 as torchao has it over weights that blocks use in bf16; FSDP's mixed precision gathers wider weights so. GPT-2's
-Conv1D is not an nn.Linear and is not converted."""
+plain_float8 = trains & ~adapts & (huggingface | plain_torch) & used_in("bfloat16") & ~autocast
+"""Float8 as torchao has it over weights that blocks use in bf16; FSDP's mixed precision gathers wider weights so."""
 
 # -- batches, checkpointing, offload, kernels ----------------------------------------------------------------------------
 

@@ -88,7 +88,10 @@ _CHANGED_GRAPHS = (
     ("layers in shards", _IN_SHARDS),
     ("layers in shards with accelerate", _IN_SHARDS & job.huggingface & ~_DIVIDED),
     ("a network in shards with accelerate", _IN_SHARDS & _DIVIDED),
+    ("float8 of a whole network", _WHOLE & job.float8),
+    ("float8 of a whole network with checkpointing", _WHOLE & job.float8 & job.checkpoints),
     ("float8 in layers", ~_WHOLE & job.float8),
+    ("float8 in layers with checkpointing", ~_WHOLE & job.float8 & job.checkpoints),
     ("weights of layers gathered in float8", ~_WHOLE & job.float8 & option("fsdp_float8_all_gather")),
 )
 """What changes a family's graphs, and when."""
@@ -127,9 +130,9 @@ COMPILED = Section(
         unknown("compile", ~job.sdpa, "with attention={attention!r}"),
         unknown("compile", ~((_CAST & job.used_in("float32")) | (~_CAST & job.used_in("bfloat16"))),
                 "of other weights than bfloat16, or float32 under autocast,"),
-        unknown("compile", job.float8 & _WHOLE,
-                "of a whole network with products in float8 is counted as if they were in bfloat16 and"),
         unknown("compile", job.float8 & _DIVIDED, "of a network in shards with products in float8"),
+        unknown("compile", job.float8 & _WHOLE & option("float8_recipe", "rowwise", "rowwise_with_gw_hp"),
+                "of a whole network with rowwise scales of float8"),
         unknown("compile", ~(job.computes_bfloat16 | job.float8), "of products in other than bfloat16 or float8"),
         unknown("compile", job.autocast & ~(job.huggingface | (_WHOLE & _CAST)),
                 "under autocast, in shards or layer by layer, without accelerate,"),

@@ -53,6 +53,8 @@ IGNORED = re.compile(
 MIXED = "training.mixed_precision_param"
 FLOAT8 = ("float8", "quantize.linear.float8", "quantize.dense.float8")
 """Tables of float8 products, by release."""
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""torchao's Float8LinearRecipeName."""
 
 
 def from_torchtitan(pasted: Pasted) -> Translation:
@@ -298,6 +300,10 @@ def _options(settings: Settings, chunks: int, *, autocast: bool) -> dict[str, An
         options["fsdp_reshard_after_forward"] = False
     if _converts(settings) and any(settings.switch(f"{table}.enable_fsdp_float8_all_gather") for table in FLOAT8):
         options["fsdp_float8_all_gather"] = True
+    for table in FLOAT8 if _converts(settings) else ():
+        key = f"{table}.recipe_name"
+        if settings.text(key, "") and (recipe := settings.one_of(key, "tensorwise", RECIPES)) != "tensorwise":
+            options["float8_recipe"] = recipe
     if _converts(settings) and settings.switch("float8.force_recompute_fp8_weight_in_bwd"):
         options["float8_weights_kept"] = "none"
     if settings.switch("optimizer.early_step_in_backward"):
@@ -312,11 +318,6 @@ def _unsupported(settings: Settings) -> None:
     }.items():
         if settings.switch(key):
             settings.notes.unsupported.append(f"{what} ({key}) is not modelled.", key)
-    for table in FLOAT8 if _converts(settings) else ():
-        recipe = settings.text(f"{table}.recipe_name", "tensorwise")
-        if recipe not in ("", "tensorwise"):
-            key = f"{table}.recipe_name"
-            settings.notes.unsupported.append(f"{key}={recipe} is not modelled; tensorwise scales are assumed.", key)
     for module in settings.words("override.imports"):
         settings.notes.unsupported.append(
             f"{module} (override.imports) is not modelled; torchtitan's own module is assumed.", "override.imports"

@@ -58,6 +58,14 @@ COVERED = {
         "activation_checkpointing": {"mode": "full"},
     },
     "layers in float8": {**LAYERS, "precision": {"compute": "float8"}, "activation_checkpointing": {"mode": "full"}},
+    "whole, in float8": {"precision": {"compute": "float8"}},
+    "whole, of Gemma in float8": {"architecture": "gemma-2b", "precision": {"compute": "float8"}},
+    "layers of Phi-3 in float8": {
+        **LAYERS,
+        "architecture": "phi-3-mini",
+        "sequence_length": 1024,
+        "precision": {"compute": "float8"},
+    },
     "Trainer with bf16 and torch_compile": AUTOCAST,
     "the same, checkpointed": {**AUTOCAST, "activation_checkpointing": {"mode": "full"}},
     "the same in shards": {**AUTOCAST, **SHARDS},
@@ -131,8 +139,24 @@ NAMED = {
         "finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "bfloat16"},
         "framework_options": {"adapter_dtype": "bfloat16"},
     },
-    "whole network with products in float8": {"precision": {"compute": "float8"}},
-    "float8 in layers of 'gemma-2-2b'": {**LAYERS, "architecture": "gemma-2-2b", "precision": {"compute": "float8"}},
+    "float8 of a whole network of 'gemma-3-1b'": {
+        "architecture": "gemma-3-1b",
+        "sequence_length": 256,
+        "precision": {"compute": "float8"},
+    },
+    "float8 in layers of 'gemma-3-1b'": {
+        **LAYERS,
+        "architecture": "gemma-3-1b",
+        "sequence_length": 256,
+        "precision": {"compute": "float8"},
+    },
+    "float8 in layers with checkpointing of 'phi-3-mini'": {
+        **LAYERS,
+        "architecture": "phi-3-mini",
+        "sequence_length": 1024,
+        "precision": {"compute": "float8"},
+        "activation_checkpointing": {"mode": "full"},
+    },
     "attention='eager'": {"attention": "eager"},
     "sliding window": {"architecture": "mistral-7b", "sequence_length": 8192},
 }
@@ -198,3 +222,15 @@ def test_a_network_compiled_whole_has_its_loss_inside_and_keeps_less():
 def test_copies_that_kernels_are_timed_on_are_said_where_they_can_be_the_peak(changes, torch, said):
     findings = scope_findings(job(**changes, versions={"torch": torch}))
     assert any("times the variants of a kernel" in finding.sentence for finding in findings) == said
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_rowwise_scales_are_said_to_need_more(recipe):
+    """What a tensorwise scale or bf16 counts is there in any case."""
+    eight = {**LAYERS, "framework": "torch", "precision": {"compute": "float8"}}
+    asked = job(**{**eight, "framework_options": {"compiled_regions": "layers", "float8_recipe": recipe}})
+    (finding,) = scope_findings(asked)
+    assert finding.parameter == "framework_options.float8_recipe"
+    assert "more than counted" in finding.sentence
+    alike = job(**(eight if recipe == "rowwise" else {**LAYERS, "framework": "torch"}))
+    assert ledger(asked).phase_peaks() == ledger(alike).phase_peaks()

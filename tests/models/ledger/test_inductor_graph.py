@@ -100,6 +100,7 @@ TINY = {
 }  # fmt: skip
 
 
+FLOAT8 = {"precision": {"compute": "float8"}}
 CUT, TWO = {"num_hidden_layers": 3, "vocab_size": 4096}, {"micro_batch_size": 2}
 
 
@@ -122,6 +123,7 @@ CUT, TWO = {"num_hidden_layers": 3, "vocab_size": 4096}, {"micro_batch_size": 2}
         ),
         ({"architecture": {**CUT, "name": "phi-3-mini"}, **TWO}, (814004240, 864335888, 866433040, 876929040)),
         ({"architecture": {**CUT, "name": "gemma-2-2b"}, **TWO}, (763135024, 800883760, 800883760, 944939024)),
+        ({"framework": "torch", **FLOAT8}, (129149120, 180431048, 180431048, 148943008)),
     ],
 )
 def test_the_orders_of_a_whole_networks_backward_have_the_peaks_that_inductor_logs(changes, estimates):

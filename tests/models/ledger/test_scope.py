@@ -7,6 +7,7 @@ import pytest
 from peakcast import catalog
 from peakcast.core.fields import FrozenMapping
 from peakcast.jobs.spec import ActivationCheckpointing, Batch, Finetuning, Loss, Parallelism, Precision, TrainingJob
+from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.scope.scope import out_of_scope
 
 REENTRANT = ActivationCheckpointing(mode="full", use_reentrant=True)
@@ -76,11 +77,14 @@ def test_what_lies_beside_it_is_in_scope(name, changes):
     assert reason(name, **changes) == ""
 
 
-def test_float8_needs_layers_that_are_linear():
+def test_float8_changes_nothing_where_no_layer_is_linear():
     """torchao converts nn.Linear alone: GPT-2 has Conv1D instead, and GPTBigCode, otherwise written like it, does not."""
     changes = {"precision": Precision(compute="float8")}
-    assert "nn.Linear" in reason("gpt2", **changes)
-    assert reason("starcoder-15b", **changes) == ""
+    for name, alike in (("gpt2", True), ("starcoder-15b", False)):
+        assert reason(name, **changes) == ""
+        plain = TrainingJob(architecture=catalog.architecture(name), sequence_length=512)
+        eight, sixteen = (ledger(plain.replace(**each)).phase_peaks() for each in (changes, {}))
+        assert (eight == sixteen) == alike
 
 
 def test_flash_attention_of_float32_weights_runs_where_something_computes_in_half_precision():
