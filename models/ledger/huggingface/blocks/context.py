@@ -146,6 +146,8 @@ class LossRules:
     """Bytes, per element of the lm_head, of a temporary that each chunk of the fused loss makes."""
     reduced_bytes: int = 0
     """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without mixed precision."""
+    widens_outputs: bool = False
+    """Whether accelerate makes the model's outputs fp32 under autocast, after the loss (`convert_outputs_to_fp32`)."""
 
     @property
     def shifts_logits(self) -> bool:
