@@ -27,6 +27,7 @@ from peakcast.dialects.huggingface import keys
 from peakcast.dialects.huggingface.batch import batch_form, sequence_length
 from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_optimizer, note_engine_optimizer
 from peakcast.dialects.huggingface.dtypes import finetuning_of, half_dtype, precision_of, weights_dtype, widened_adapters
+from peakcast.dialects.huggingface.evaluation import note_evaluation
 from peakcast.dialects.huggingface.parallelism import (
     fsdp_settings,
     fsdp_version,
@@ -138,6 +139,7 @@ def from_huggingface(
         job = with_scores(job, model_class, notes)
     mesh = training.raw("parallelism_config") or {}
     job = of_training(job, mesh, notes) if isinstance(mesh, Mapping) else job
+    note_evaluation(job, training, notes)
     _account_for_the_rest(run)
     return notes.finish(job)
 
