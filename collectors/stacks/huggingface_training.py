@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.utils.operations import convert_to_fp32
 
 from peakcast.collectors.stacks import layouts
 from peakcast.collectors.stacks.batches import batch_of
@@ -64,6 +65,8 @@ class HuggingFaceTraining:
             self.layout.computing_loss(),
         ):
             outputs = self.model(**self.batch, **self._switches(), **self._positions())
+        if conventions(self.job).get("trainer") and conventions(self.job).get("autocast"):
+            outputs = convert_to_fp32(outputs)  # accelerate's prepare_model: convert_outputs_to_fp32
         if not conventions(self.job)["outputs_dropped"]:
             self._outputs = outputs  # a plain loop keeps them until it assigns them again
         return outputs.loss

@@ -224,7 +224,21 @@ def _install_fsdp1() -> None:
 
     FakeTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
     FakeTensor.data_ptr = lambda tensor: tensor.untyped_storage()._cdata  # type: ignore[method-assign,assignment]
+    _install_addresses()
     runtime._lazy_init = wrapper._lazy_init = initialise_with_gpu
+
+
+def _install_addresses() -> None:
+    """Give the storages of fake tensors addresses of their own, 0 where they are not allocated. TRL's offloading of
+    activations takes two with one address for the same tensor (trl 1.16 models/activation_offloading.py)."""
+    address: Any = torch.UntypedStorage.data_ptr
+
+    def data_ptr(storage: Any) -> int:
+        if storage.device.type == "meta":
+            return int(storage._cdata) if storage.nbytes() else 0
+        return int(address(storage))
+
+    torch.UntypedStorage.data_ptr = data_ptr  # type: ignore[method-assign]
 
 
 def _install_ddp() -> None:

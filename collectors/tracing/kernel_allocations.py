@@ -134,6 +134,13 @@ def _contiguous_copies(operands: int) -> Callable[[Sequence[Any], Any, Device], 
     return rule
 
 
+def _safe_softmax(arguments: Sequence[Any], result: Any, device: Device) -> list[KernelAllocation]:
+    """The softmax itself and a truth value for each score, from which the result is selected (torch 2.13
+    `native/transformers/attention.cpp`)."""
+    masked = KernelAllocation("safe_softmax.masked", arguments[0].numel())
+    return [KernelAllocation("safe_softmax.softmax", result.numel() * result.element_size()), masked]
+
+
 # aten/src/ATen/native/cuda/SoftMax.cu host_softmax: input_.contiguous(); host_softmax_backward: grad_ and output_
 _softmax, _softmax_backward = _contiguous_copies(1), _contiguous_copies(2)
 _sum, _max = _reduces(SUM_ACCUMULATOR_BYTES), _reduces(INDEXED_MAX_ACCUMULATOR_BYTES)
@@ -150,6 +157,7 @@ _BY_OPERATOR: dict[Any, Callable[[Sequence[Any], Any, Device], list[KernelAlloca
     aten.any.default: _reduces(1),
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _softmax,
+    aten._safe_softmax.default: _safe_softmax,
     aten._softmax_backward_data.default: _softmax_backward,
     aten._log_softmax_backward_data.default: _softmax_backward,
     aten._index_put_impl_.default: _index_put,

@@ -48,6 +48,26 @@ CELLS = {
         "parallelism": {"data_parallel_size": 8, "sharding": "fsdp1"},
         "framework_options": {"fsdp1_units": "modules"},
     },
+    "fsdp1_lora_gathered_ahead": {  # the last adapter of a layer, before the layer is run again
+        "architecture": {"name": "llama-3.1-8b", "num_hidden_layers": 3, "vocab_size": 4096, **NARROW},
+        "parallelism": {"data_parallel_size": 8, "sharding": "fsdp1"},
+        "precision.gradients": "float32",
+        "finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"], "dropout": 0.1},
+        "activation_checkpointing.mode": "full",
+        "framework_options": {
+            "autocast": True,
+            "fsdp1_use_orig_params": True,
+            "fsdp1_backward_prefetch": "BACKWARD_PRE",
+        },
+    },
+    "fsdp1_lora_wide_at_first": {  # adapters are read in their stored dtype by the first forward alone
+        "architecture": {"name": "llama-3.1-8b", "num_hidden_layers": 3, "vocab_size": 4096, **NARROW},
+        "parallelism": {"data_parallel_size": 8, "sharding": "fsdp1"},
+        "precision.gradients": "float32",
+        "finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"], "dropout": 0.1},
+        "activation_checkpointing.mode": "full",
+        "framework_options.autocast": True,
+    },
     "fsdp1_offloading": {
         **MIXED,
         "framework": "torch",

@@ -54,6 +54,13 @@ CELLS = {
     "fp16_scaled_checkpointed": {**SCALED, "activation_checkpointing.mode": "full"},
     "fp16_eager_few_words": {**HALF, "architecture": {**CUT, "vocab_size": 512}, "attention": "eager", **CHECKPOINTED},
     "autocast_eager": {**AUTOCAST, "architecture": FEW_WORDS, "attention": "eager", "sequence_length": 300},
+    # outputs are widened after the loss, once autocast's copies of weights are freed
+    "autocast_encoder": {**AUTOCAST, "architecture": {"name": "bert-base", "num_hidden_layers": 2}},
+    "autocast_encoder_decoder": {
+        **AUTOCAST,
+        "architecture": {"name": "flan-t5-small", "num_hidden_layers": 2, "num_decoder_layers": 2},
+        **CHECKPOINTED,
+    },
     "autocast_in_a_plain_loop": {**AUTOCAST, "framework": "torch"},
     "autocast_gelu_new": {**AUTOCAST, "architecture": {"name": "distilgpt2", "num_hidden_layers": 2}},
     "lora_dropout": {"finetuning": {"method": "lora", "rank": 16, "dropout": 0.1}},

@@ -11,6 +11,7 @@ from peakcast.timelines.timeline import Category, Phase
 torch = pytest.importorskip("torch")
 
 from peakcast.collectors.tracing import dtensors  # noqa: E402 needs torch
+from peakcast.collectors.tracing.kernel_allocations import kernel_allocations  # noqa: E402 needs torch
 from peakcast.collectors.tracing.tracer import Tracer  # noqa: E402 needs torch
 
 
@@ -275,6 +276,13 @@ def test_softmax_copies_an_input_that_is_not_contiguous():
     made = tracer.timeline(0, tracer.now)
     copies = [size for name, size in zip(made.names, made.num_bytes.tolist(), strict=True) if name == "contiguous_copy"]
     assert copies == [2 * 3 * 1024 * 4]
+
+
+def test_safe_softmax_has_a_softmax_and_a_truth_value_for_each_score():
+    """fp32 scores of 1 MiB, the result beside them, the softmax that it is selected from, and a byte for each score."""
+    scores = torch.empty(256, 1024, device="meta")
+    found = kernel_allocations(torch.ops.aten._safe_softmax.default, (scores, -1), scores, catalog.gpu("A100-80GB"))
+    assert sum(one.num_bytes for one in found) == (4 + 1) * 256 * 1024
 
 
 def test_a_stub_of_triton_has_no_members_to_look_through():

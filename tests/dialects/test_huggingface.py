@@ -260,10 +260,25 @@ def test_every_key_of_the_installed_training_arguments_is_known():
     assert translate(**{**given, **harmless, **values}).unknown == ()
 
 
+def test_an_evaluation_of_larger_batches_than_training_is_a_finding_with_its_size():
+    """8 sequences unless said otherwise: 10 bytes for each logit of 8 × 1,024 tokens."""
+    asked = {"eval_strategy": "steps", "per_device_train_batch_size": 2, "max_length": 1024}
+    found = translate(**asked)
+    sentence = next(one for one in found.unsupported if "Evaluation" in one)
+    assert f"{10 * 8 * 1024 * found.job.architecture.vocab_size / 2**30:.1f} GiB" in sentence
+    assert not any("Evaluation" in one for one in translate(**asked, per_device_eval_batch_size=2).unsupported)
+
+
+def test_what_offloaded_activations_leave_on_the_gpu_is_a_finding_without_checkpoints():
+    asked = {"activation_offloading": True, "per_device_train_batch_size": 2}
+    assert any("15 bytes" in one for one in translate(**asked).unsupported)
+    assert not any("15 bytes" in one for one in translate(**asked, gradient_checkpointing=True).unsupported)
+
+
 _WITH_MEANING = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16", "deepspeed", "fsdp",
     "fsdp_config", "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile", "use_liger_kernel",
-    "auto_find_batch_size", "parallelism_config", "ddp_bucket_cap_mb", "weight_decay",
+    "auto_find_batch_size", "parallelism_config", "ddp_bucket_cap_mb", "weight_decay", "per_device_eval_batch_size",
 }  # fmt: skip
 
 

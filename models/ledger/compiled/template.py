@@ -53,6 +53,7 @@ def compiled_template(
         input_bytes=input_bytes,
         keeps_input=True,
         gradient_bytes_at_first_saved=0,
+        reads_saved_first="",
         saved_bytes=[],
         loss_from=len(first.order),
         output_gradient_used_until=len(second.order),

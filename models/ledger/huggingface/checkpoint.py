@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.tape.step import BlockRun, Step
+from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category, Phase
 
 
@@ -14,6 +15,7 @@ def recompute(
     keeps_gradients: bool,
     narrowed: int = 0,
     *,
+    template: Template | None = None,
     input_held: bool = False,
     gradient_held: bool = False,
 ) -> BlockRun:
@@ -21,10 +23,11 @@ def recompute(
 
     The checkpoint holds the layer's input from forward to the end of backward or, if activations are offloaded, only while
     the layer runs forward. `narrowed`: bytes of the gradient in a narrower dtype that the residual addition has made before
-    the recomputation starts (it saves nothing, so its backward runs first). `input_held`, `gradient_held`: other code
-    already holds the layer's input, or the gradient that comes into the layer.
+    the recomputation starts (it saves nothing, so its backward runs first). `template`: of the layer as it runs again;
+    None: as it ran first. `input_held`, `gradient_held`: other code already holds the layer's input, or the gradient that
+    comes into the layer.
     """
-    start, module, template = timeline.now, first.module, first.template
+    start, module, template = timeline.now, first.module, template or first.template
     run = timeline.run_forward(template, module, Phase.BACKWARD, keeps_gradients=keeps_gradients)
     run.uses_cached, first.recomputation = True, run
     run.stops_early = not job.activation_checkpointing.use_reentrant

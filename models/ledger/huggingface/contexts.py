@@ -22,6 +22,7 @@ from peakcast.jobs.conventions import (
 from peakcast.jobs.spec import TrainingJob
 from peakcast.jobs.trained_parts import copies_head, copies_table
 from peakcast.models.ledger.huggingface.blocks.context import (
+    ALL,
     Adapters,
     Attention,
     BackwardRules,
@@ -190,6 +191,7 @@ def _loss(job: TrainingJob, convention: Mapping[str, Any]) -> LossRules:
         fused_chunks=int(convention.get("loss_chunks", 0)),
         fused_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
         reduced_bytes=reduced_bytes(job) or 0 if convention.get("loss_chunks") else 0,
+        widens_outputs=bool(convention.get("trainer")),
     )
 
 
@@ -238,8 +240,25 @@ def first_context(job: TrainingJob, context: HFContext) -> HFContext:
 
 
 def later_context(job: TrainingJob, context: HFContext) -> HFContext:
-    """`context` for any later forward, or for a recomputation."""
+    """`context` for any later forward."""
     return _with_adapter_inputs(context, _adapter_input_bytes(job))
+
+
+def context_again(job: TrainingJob, context: HFContext, reads_saved_first: str) -> HFContext:
+    """`context` of a layer that a checkpoint runs again, where adapters that FSDP1 has gathered in a narrower dtype by then
+    have narrow inputs. With `use_orig_params` one may have been: before `reads_saved_first`, the operation whose backward
+    asks for the recomputation, runs the hook of its unit, which gathers the unit before as well (torch 2.13
+    `_runtime_utils.py` _pre_backward_hook, _prefetch_handle). A reentrant checkpoint's graph is of the recomputation."""
+    later = later_context(job, context)
+    if job.activation_checkpointing.use_reentrant:
+        return later
+    if later != context:
+        return replace(context, adapters=replace(context.adapters, narrow_again=ALL))
+    matrix, _, part = reads_saved_first.rpartition(".")
+    ahead = adapters_are_units(job) and conventions(job)["fsdp1_backward_prefetch"] == "BACKWARD_PRE"
+    if not (ahead and part == "lora_B"):
+        return context
+    return replace(context, adapters=replace(context.adapters, narrow_again=matrix))
 
 
 def _with_adapter_inputs(context: HFContext, input_bytes: int) -> HFContext:

@@ -158,7 +158,8 @@ class _TwoStackMicroBatch:
         decoder.run_forward(keeps)
         self.loss = timeline.run_forward(head(self.target), "head", keeps_gradients=keeps)
         if self.context.precision.autocast:
-            hold_cast_weights(timeline, (*encoder.forward, *decoder.forward), owned=not decoder.checkpointed)
+            layers = (*encoder.forward, *decoder.forward)
+            hold_cast_weights(timeline, layers, self.loss, owned=not decoder.checkpointed)
         self.returned = timeline.now
         _hold_embeddings(timeline, self.target, self.targets, _decoder_returns(self.loss), self.leaf)
 

@@ -11,7 +11,7 @@ from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.embedding import embedding
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.checkpoint import recompute
-from peakcast.models.ledger.huggingface.contexts import keeping_matmuls, later_context, layer_contexts
+from peakcast.models.ledger.huggingface.contexts import context_again, keeping_matmuls, layer_contexts
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 
@@ -63,14 +63,27 @@ class Blocks:
         one = self.contexts[index]
         key = id(one), self.recomputed[index], input_held
         if key not in self._made:
-            if self.recomputed[index]:
-                one = keeping_matmuls(self.job, later_context(self.job, one))
-            if input_held or self.checkpointed[index]:
-                reentrant = self.job.activation_checkpointing.use_reentrant
-                one = replace(one, backward=replace(one.backward, checkpointed=True, reentrant=reentrant))
+            one = self._as_run(index, input_held)
             inside = self.recomputed[index] and not self.checkpointed[index]
             self._made[key] = _compiled(one, inside) if self.compiled[index] else layer_template(one)
         return self._made[key]
+
+    def layer_again(self, index: int) -> Template:
+        """The template of the checkpointed layer `index` as its backward runs it."""
+        template = self.layer(index)
+        if self.compiled[index]:
+            return template
+        return layer_template(context_again(self.job, self._as_run(index), template.reads_saved_first))
+
+    def _as_run(self, index: int, input_held: bool = False) -> HFContext:
+        """The context of layer `index`, with what its checkpoint changes."""
+        one = self.contexts[index]
+        if self.recomputed[index]:
+            one = keeping_matmuls(self.job, one)
+        if input_held or self.checkpointed[index]:
+            reentrant = self.job.activation_checkpointing.use_reentrant
+            one = replace(one, backward=replace(one.backward, checkpointed=True, reentrant=reentrant))
+        return one
 
     def forward(
         self, step: Step, layers: Iterable[int], *, keeps_gradients: bool = True, input_held: bool = False
@@ -101,7 +114,7 @@ class Blocks:
         for index, run in reversed(list(runs.items())):
             if self.checkpointed[index]:
                 held = {"input_held": input_held and index == first, "gradient_held": gradient_held and index == last}
-                recompute(step, run, self.job, keeps_gradients, **held)
+                recompute(step, run, self.job, keeps_gradients, template=self.layer_again(index), **held)
             else:
                 run.keeps_gradients = keeps_gradients
                 step.run_backward(run)

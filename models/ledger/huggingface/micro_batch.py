@@ -117,9 +117,9 @@ class _BlockByBlock:
         keys and values that older releases fill even in training, to which the model's outputs refer."""
         timeline, context, checkpointed = self.timeline, self.context, self.checkpointed
         if context.precision.autocast:
-            hold_cast_weights(timeline, checkpointed.values(), owned=False)
+            hold_cast_weights(timeline, checkpointed.values(), self.loss, owned=False)
             others = [run for index, run in self.runs.items() if index not in checkpointed]
-            hold_cast_weights(timeline, [*others, self.loss], owned=not context.backward.saves_on_cpu)
+            hold_cast_weights(timeline, [*others, self.loss], self.loss, owned=not context.backward.saves_on_cpu)
         if conventions(self.job).get("caches_while_checkpointing"):
             returned = returned_cache_bytes(context)
             for run in checkpointed.values():

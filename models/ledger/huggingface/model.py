@@ -211,16 +211,19 @@ def hold_attention_weights(
             timeline.hold("attention_weights", Category.ACTIVATIONS, size, born, ends, run.module)
 
 
-def hold_cast_weights(timeline: Step, runs: Iterable[BlockRun], *, owned: bool) -> None:
-    """Hold until now, the end of forward, the narrow copies of weights that autocast caches: those of blocks without a
-    graph and, if graphs own what they save (`owned`), those that no graph saves (an adapter's whose input needs no
-    gradient)."""
+def hold_cast_weights(timeline: Step, runs: Iterable[BlockRun], loss: BlockRun, *, owned: bool) -> None:
+    """Hold until autocast's context is left, at the end of forward, the narrow copies of weights that autocast caches:
+    those of blocks without a graph and, if graphs own what they save (`owned`), those that no graph saves (an adapter's
+    whose input needs no gradient). `loss`: the run of head and loss."""
+    widened = loss.template.forward_marks.get(Mark.WIDENED_OUTPUTS, ())
+    left = loss.forward_start + widened[0] if widened else timeline.now
     for run in runs:
         template, born = run.template, run.forward_start + run.template.num_forward
         kept = template.dies_backward if owned else np.zeros_like(template.dies_backward)
-        casts = ~template.born_backward & np.isin(template.born, template.forward_marks.get(Mark.CACHED_CAST, ()))
+        made = template.allocated & ~template.born_backward  # a block's input is not, though it may be born then
+        casts = made & np.isin(template.born, template.forward_marks.get(Mark.CACHED_CAST, ()))
         size = int(template.num_bytes[casts & ~kept].sum())
-        timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
+        timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, left, run.module)
 
 
 def _rotary_tables_of(job: TrainingJob, context: HFContext) -> list[tuple[str, str, int]]:

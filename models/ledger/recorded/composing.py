@@ -192,6 +192,7 @@ class _Network:
             input_bytes=0,
             keeps_input=False,
             gradient_bytes_at_first_saved=0,
+            reads_saved_first="",
             saved_bytes=[],
             loss_from=len(phases) if loss < 0 else loss,
             output_gradient_used_until=len(walk.phases[backward]),

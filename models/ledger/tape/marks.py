@@ -26,6 +26,8 @@ class Mark(Enum):
     """Generation makes the logits from which the next token is chosen."""
     CACHED_CAST = auto()
     """Autocast makes a narrow copy of a weight, which its cache keeps until forward ends."""
+    WIDENED_OUTPUTS = auto()
+    """accelerate makes the outputs fp32, once autocast's context has been left."""
     ROTATION = auto()
     """A layer rotates its queries and keys."""
     KEY_CACHE = auto()

@@ -68,6 +68,12 @@ def cast(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
     return tape.operation(name, [x], num_bytes)
 
 
+def cast_in_graph(tape: Tape, x: Tensor, gradient_bytes: int, name: str) -> Tensor:
+    """A dtype conversion that a recomputation need not make, of which only the backward runs: the graph is that of the
+    first forward, which made it. `gradient_bytes`: of the gradient of what was converted."""
+    return tape.operation(name, [x], Output.view(x), gradients=[(x, gradient_bytes)])
+
+
 def add(tape: Tape, x: Tensor, y: Tensor, name: str) -> Tensor:
     """x + y: saves nothing and passes the gradient on; a narrower operand gets a converted gradient of its own."""
     size = max(x.num_bytes, y.num_bytes)
@@ -118,11 +124,13 @@ def unary_of_result(tape: Tape, x: Tensor, name: str) -> Tensor:
     return tape.operation(name, [x], x.num_bytes, saves=Saved(output=True))
 
 
-def dropout(tape: Tape, x: Tensor, probability: float, elements: int, name: str) -> Tensor:
-    """nn.Dropout on CUDA (native_dropout): saves a 1-byte mask per element; x itself at probability 0."""
+def dropout(tape: Tape, x: Tensor, probability: float, elements: int, name: str, gradient_bytes: int = 0) -> Tensor:
+    """nn.Dropout on CUDA (native_dropout): saves a 1-byte mask per element; x itself at probability 0. `gradient_bytes`: of
+    the gradient of x, if not as many as x has."""
     if probability <= 0:
         return x
-    return tape.operation(name, [x], x.num_bytes, saves=Saved(extra_bytes=[elements]))
+    gradient = (x, gradient_bytes or x.num_bytes)
+    return tape.operation(name, [x], x.num_bytes, saves=Saved(extra_bytes=[elements]), gradients=[gradient])
 
 
 def python_rms_norm(

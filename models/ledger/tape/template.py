@@ -181,6 +181,8 @@ class Template(Columns):
     """Whether autograd saves the block's input."""
     gradient_bytes_at_first_saved: int
     """Bytes of the gradients that exist when backward first reads a saved tensor."""
+    reads_saved_first: str
+    """The operation whose backward is the first to read a saved tensor; "" if none does."""
     saved_bytes: list[int]
     """Sizes of the saved tensors, parameters too. A tensor that several operations save is listed once for each."""
     loss_from: int

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from peakcast.core.units import FP32
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import Finetuning
-from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.huggingface.blocks.context import ALL, HFContext
 from peakcast.models.ledger.huggingface.blocks.float8 import float8_linear
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import (
     Split,
@@ -130,10 +130,16 @@ class BlockBuilder:
         context, tape, tuning = self.context, self.tape, self.context.finetuning
         rank, wide, rows = tuning.rank or 0, context.adapters.weight_bytes, self.rows
         narrow_bytes, variables, argument = result.num_bytes, [x], rows * in_features * context.adapters.input_bytes
-        if x.num_bytes != argument and not (tuning.quantization and context.precision.autocast):
-            x = ops.cast(tape, x, argument, f"{name}.lora.to_adapter_dtype")  # each adapted module makes its own copy
-        variables.append(x)
-        x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
+        casts = x.num_bytes != argument and not (tuning.quantization and context.precision.autocast)
+        if casts and context.adapters.narrow_again in (name, ALL):
+            x = ops.cast_in_graph(tape, x, x.num_bytes, f"{name}.lora.to_adapter_dtype")
+            x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout", argument)
+            x = ops.cast_in_graph(tape, x, argument, f"{name}.lora_A.input_cast")
+        else:
+            # each adapted module makes its own copy
+            x = ops.cast(tape, x, argument, f"{name}.lora.to_adapter_dtype") if casts else x
+            variables.append(x)
+            x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
         outer, inner = split if split == "rows" else "", split if split == "columns" else ""
         down = LinearLayer(name=f"{name}.lora_A", in_features=in_features, out_features=rank, element_bytes=wide)
         up = LinearLayer(name=f"{name}.lora_B", in_features=rank, out_features=out_features, element_bytes=wide)

@@ -61,6 +61,9 @@ class Linears:
     call."""
 
 
+ALL = "*"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
     """Bytes of one element of adapters and of what they read, and how adapters of queries, keys and values are joined."""
@@ -69,6 +72,9 @@ class Adapters:
     input_bytes: int
     """Of an adapter's input, which peft casts to the dtype of the adapter's weight. It is wider than the adapter computes
     in if the weight is gathered in another dtype afterwards."""
+    narrow_again: str = ""
+    """The matrix whose adapter has been gathered when a checkpoint runs the layer again (ALL: every one; "": none), so that
+    peft need not widen its input then. Backward does, with the graph of the first forward."""
     joined_parts: str = ""
     """The letters of queries, keys and values for which one adapter of a joined matrix may have parts (`joined_lora.py`);
     "": each adapted matrix has its own adapter."""
@@ -140,6 +146,8 @@ class LossRules:
     """Bytes, per element of the lm_head, of a temporary that each chunk of the fused loss makes."""
     reduced_bytes: int = 0
     """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without mixed precision."""
+    widens_outputs: bool = False
+    """Whether accelerate makes the model's outputs fp32 under autocast, after the loss (`convert_outputs_to_fp32`)."""
 
     @property
     def shifts_logits(self) -> bool:

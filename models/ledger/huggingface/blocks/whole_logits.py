@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 from peakcast.timelines.timeline import Category
 
@@ -47,9 +48,11 @@ def loss_of_whole_logits(build: BlockBuilder, logits: Tensor, final: Tensor, seq
     outputs = [sequence_output] if upcast == "none" else []
     for tensor in (*given.variables, *outputs, *build.variables, *([] if unnamed else [final])):
         tape.hold(tensor)
-    late = context.kernels.loss == "in_place" and upcast != "model"  # with other losses, their own temporaries were larger
-    if late and context.precision.autocast and logits.num_bytes < wide_bytes:  # accelerate's convert_outputs_to_fp32
-        tape.operation("outputs.to_float32", [logits], Output(wide_bytes, category=Category.LOGITS), gradients=[])
+    # a loss that widened the logits itself had larger temporaries
+    late = context.loss.widens_outputs and (upcast == "none" or (context.kernels.loss == "in_place" and upcast != "model"))
+    if late and context.precision.autocast and logits.num_bytes < wide_bytes:
+        with tape.marked(Mark.WIDENED_OUTPUTS):
+            tape.operation("outputs.to_float32", [logits], Output(wide_bytes, category=Category.LOGITS), gradients=[])
 
 
 # -- where logits are widened and shifted: one function for each value of the convention `logits_upcast` ----------------

@@ -1,0 +1,34 @@
+"""What a Trainer's evaluation between steps needs beside training, which the ledger does not count."""
+
+from __future__ import annotations
+
+from peakcast.core.units import GIB
+from peakcast.dialects.common.translation import Notes, Settings
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.spec import TrainingJob
+
+USUAL_BATCH = 8
+"""transformers 5.17 training_args.py: per_device_eval_batch_size."""
+LOGIT_BYTES = 10
+"""Of each logit when a batch's loss is computed: in bf16, in fp32, and the fp32 log-softmax (5.17 loss/loss_utils.py)."""
+
+
+def note_evaluation(job: TrainingJob, training: Settings, notes: Notes) -> None:
+    """Note an evaluation whose batches are larger than training's."""
+    key = "eval_strategy" if training.given("eval_strategy") else "evaluation_strategy"
+    strategy = training.text(key, "no").lower()
+    sequences = training.integer("per_device_eval_batch_size", USUAL_BATCH) or USUAL_BATCH
+    if strategy == "no" or sequences <= job.micro_batch_size:
+        return
+    whole = job.loss.kind == "cross_entropy" and not job.loss.fused_linear_cross_entropy
+    logits = ""
+    if whole and conventions(job).get("loss_kernel", "eager") == "eager":
+        size = LOGIT_BYTES * sequences * job.sequence_length * job.architecture.vocab_size
+        logits = f" its logits alone take {size / GIB:.1f} GiB;"
+    notes.unsupported.append(
+        f"Evaluation ({key}={strategy}) is not counted, and passes per_device_eval_batch_size={sequences} sequences at "
+        f"once, where training passes {job.micro_batch_size}:{logits} "
+        f"per_device_eval_batch_size={job.micro_batch_size} needs less than training.",
+        training.spell("per_device_eval_batch_size"),
+        "more",
+    )
