@@ -105,12 +105,14 @@ class Session:
         from peakcast.collectors.dryrun.children import Children
         from peakcast.collectors.dryrun.kernel_packages import KernelPackages
         from peakcast.collectors.dryrun.lengths import of_rows
+        from peakcast.collectors.dryrun.rank_counts import RankCounts
 
         outside.install(self.notes)
         generation.install(self.notes)
         rewards.install(self.notes)
         graphs.install(self.notes)
         Children(self.question).install()
+        RankCounts(self.question, self.notes).install()
         lightning_launch.install(self.question)
         KernelPackages(self.notes).install()
         pretrained.Stand(self.notes, of_rows(self.question["lengths"])).install()
