@@ -11,7 +11,8 @@ name, folder, *more = sys.argv[1:]
 trainer, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
 loading = {"dtype": "bfloat16"}
 if "--nf4" in more:
-    loading["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}  # in float32 unless asked for
+    loading["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **nf4)
 arguments = config(
     output_dir="out",
     per_device_train_batch_size=2,
