@@ -31,6 +31,7 @@ class RankCounts:
         """Install it in this process."""
         when_imported("torch.distributed.launcher.api", start_one_rank)
         when_imported("accelerate.commands.launch", self._launch_on_several)
+        when_imported("accelerate.utils.launch", _open_no_port)
         if self._question["world_size"] > 1:
             return
         if not self._question["launched"] and not self._question.get("is_child"):
@@ -90,6 +91,11 @@ class RankCounts:
                 torch.cuda.device_count = count  # type: ignore[assignment]
 
         module._validate_launch_command = checked
+
+
+def _open_no_port(module: Any) -> None:
+    """Which ports other programs of this machine use does not matter (accelerate 1.15 `prepare_multi_gpu_env`)."""
+    module.is_port_in_use = lambda *_: False
 
 
 def start_one_rank(module: Any) -> None:
