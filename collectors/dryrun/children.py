@@ -3,7 +3,6 @@ answer."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import multiprocessing
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.dryrun.command import TrainingCommand, is_python, read_command
-from peakcast.collectors.tracing.imports import when_imported
 from peakcast.core.errors import SpecError
 
 ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "launched", "accelerate")
@@ -60,7 +58,6 @@ class Children:
 
         subprocess.Popen.__init__ = started  # type: ignore[method-assign,assignment]
         os.execv, os.execve, os.system = became, became_with, ran  # type: ignore[assignment]
-        when_imported("torch.distributed.launcher.api", _start_one_rank)
         if "fork" in multiprocessing.get_all_start_methods():  # a forked child is in the dry run too
             multiprocessing.set_start_method("fork", force=True)
             context: Any = multiprocessing.get_context
@@ -83,23 +80,6 @@ class Children:
         path = Path(self._question["folder"]) / f"question-{os.getpid()}-{next(self._numbers)}.json"
         path.write_text(json.dumps(question), encoding="utf-8")
         return [sys.executable, "-P", "-m", "peakcast.collectors.dryrun", str(path)]
-
-
-def _start_one_rank(module: Any) -> None:
-    """Make torch's elastic agent, which launchers call in their own process (accelerate 1.15 `multi_gpu_launcher`, for
-    `trl sft --num_processes 4`), start one program that is told how many there are."""
-    launch = module.launch_agent
-
-    @functools.wraps(launch)
-    def launched(config: Any, entrypoint: Any, args: Any, **keywords: Any) -> Any:
-        if not isinstance(entrypoint, str):
-            return launch(config, entrypoint, args, **keywords)
-        ranks = (f"--nnodes={config.max_nodes}", f"--nproc-per-node={config.nproc_per_node}")
-        program = [word for number, word in enumerate(args) if number or word != "-u"]  # without Python and its option
-        subprocess.run(["torchrun", *ranks, *program], check=True)
-        return {}
-
-    module.launch_agent = launched
 
 
 def _words(args: Any, *, shell: bool) -> list[str]:

@@ -151,12 +151,15 @@ def _is_shell(word: str) -> bool:
     return word.endswith(".sh") or (start.startswith(b"#!") and start.endswith(tuple(name.encode() for name in SHELLS)))
 
 
-COUNTED_GPUS = re.compile(r"(\$\(|`)\s*nvidia-smi\b[^|()`]*\|\s*wc\s+-l\s*(\)|`)")
+COUNTED_GPUS = re.compile(
+    r"(\$\(|`)\s*(nvidia-smi\b[^|()`]*\|\s*wc\s+-l|python3?\s+-c\s+(?P<quote>[\"'])[^`\"']*device_count\(\)\)?(?P=quote))\s*(\)|`)"
+)
+"""How shell scripts ask for the number of GPUs: by nvidia-smi, or by torch."""
 
 
 def _as_started(text: str, variables: Sequence[str]) -> str:
     """The `text` of a shell's script as it is run here: with the environment variables that it names, of which `variables`
-    are given with the command, and the number of GPUs that it counts with nvidia-smi."""
+    are given with the command, and the number of GPUs that it counts with nvidia-smi or torch."""
     given = os.environ | dict(variable.split("=", 1) for variable in variables)
     named = {name: value for name, value in given.items() if re.search(rf"\$\{{?{re.escape(name)}\b", text)}
     exported = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in named.items())
@@ -184,7 +187,7 @@ def _shell(words: Sequence[str], variables: Sequence[str]) -> TrainingCommand:
             found.append(read_command([*exported, *command.words], sbatch_gpus(text)))
         except SpecError as error:
             if _begins(command.words[0]):
-                refused = f" ({' '.join(command.words[:3])} ...: {str(error).rstrip('.')})"
+                refused = f" ({' '.join(command.words[:3])} ...: {str(error).rstrip('.')}){_unset(text, variables)}"
     training = [command for command in found if command.launched] or [command for command in found if is_python(command)]
     if not training:
         raise SpecError(
@@ -194,6 +197,14 @@ def _shell(words: Sequence[str], variables: Sequence[str]) -> TrainingCommand:
             value=name,
         )
     return training[-1]
+
+
+def _unset(text: str, variables: Sequence[str]) -> str:
+    """Which environment variables the `text` of a shell's script needs that are set nowhere, in words."""
+    needed = dict.fromkeys(re.findall(r"\$\{?([A-Z][A-Z0-9_]*)\b(?!:?[-=])", text))
+    given = os.environ.keys() | {variable.partition("=")[0] for variable in variables}
+    unset = [name for name in needed if name not in given and not re.search(rf"\b(?:{name}=|(?:for|read) {name}\b)", text)]
+    return f"; {', '.join(unset)} {'are' if len(unset) > 1 else 'is'} not set" if unset else ""
 
 
 def is_python(command: TrainingCommand) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from peakcast.collectors.dryrun.losses import loss_of, packages
 from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.steps import ScriptSteps
 from peakcast.collectors.dryrun.wrapped import DTYPES, layout, mixed, offloads
@@ -25,10 +26,10 @@ OPTIMIZERS = {
     "adagrad": "adagrad", "rmsprop": "rmsprop",
 }  # fmt: skip
 """Prefix of an optimizer's class name -> the name in jobs; if one prefix begins with another, the longer comes first."""
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "torchao", "bitsandbytes")
-IMPORTED_BY_OTHERS = ("torchao", "bitsandbytes", "deepspeed")
-"""Those of the packages that other packages import whenever they are installed: they only count if a network or an
-optimizer comes from them."""
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "torchao", "bitsandbytes", "liger_kernel")
+IMPORTED_BY_OTHERS = ("torchao", "bitsandbytes", "deepspeed", "liger_kernel")
+"""Those of the packages that other packages import whenever they are installed: they only count if a network, its kernels
+or an optimizer come from them."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,16 @@ class Described:
 
 def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     """The job of the networks and optimizers that `steps` has seen."""
-    network = max(steps.networks, key=_trained_elements) if steps.networks else FunctionalModule(steps.optimizers)
+    network = _trained(steps)
     parameters = list(network.parameters())
     config = next((part.config for part in network.modules() if hasattr(getattr(part, "config", None), "to_dict")), None)
     length, batch = _sizes(steps)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    weights = _dtype(parameters)
+    weights = _quantized_from(network) or _dtype(parameters)
     computed, reduced = mixed(steps.networks)
     framework = _framework(steps, config)
     sharding, options = layout(steps.networks)
+    loss, kernels = loss_of(steps, network) if config is not None else ({}, {})
     parallelism = {**_parallelism(steps.networks), **sharding} if dist.is_initialized() else {}
     parts = parallelism.get("context_parallel_size", 1)  # of a sequence, of which this rank's network sees one
     job: dict[str, Any] = {
@@ -68,9 +70,12 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         "optimizer": _optimizer(steps.optimizers),
         "finetuning": _finetuning(network, config),
         **_of_transformers(network, config),
+        "loss": loss,
         "framework_options": {
-            **({"autocast": True} if steps.autocast and weights == "float32" else {}),
+            **({"autocast": True} if steps.autocast else {}),
             **(options if config is not None else {}),
+            **kernels,
+            **_widened(network, config),
             **_of_the_loop(steps, framework, config),
         },
         "offload": dict.fromkeys(("parameters", "optimizer"), offloads(steps.networks)),
@@ -92,8 +97,15 @@ class FunctionalModule(torch.nn.Module):  # type: ignore[misc]
             self.register_parameter(str(number), one if isinstance(one, torch.nn.Parameter) else torch.nn.Parameter(one))
 
 
-def _trained_elements(network: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+def _trained(steps: ScriptSteps) -> torch.nn.Module:
+    """The network of which most is trained: of two alike, as a policy and its reference, the one that the optimizer has."""
+    held = {id(one) for optimizer in steps.optimizers for group in optimizer.param_groups for one in group["params"]}
+
+    def elements(network: torch.nn.Module) -> tuple[int, int]:
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        return sum(one.numel() for one in trained if id(one) in held), sum(one.numel() for one in trained)
+
+    return max(steps.networks, key=elements) if steps.networks else FunctionalModule(steps.optimizers)
 
 
 def _sizes(steps: ScriptSteps) -> tuple[int, int]:
@@ -178,6 +190,7 @@ def _versions(steps: ScriptSteps, framework: str) -> dict[str, str]:
     may be built."""
     parts = [part for network in steps.networks for part in network.modules()]
     used = {type(one).__module__.partition(".")[0] for one in (*parts, *map(_unwrapped, steps.optimizers))}
+    used |= {package for network in steps.networks for package in packages(network)}
     found = {}
     for package in PACKAGES if framework != "torch" else ("torch", "transformers", *IMPORTED_BY_OTHERS):
         if package in sys.modules and (package in used or package not in IMPORTED_BY_OTHERS):
@@ -238,11 +251,34 @@ def _finetuning(network: torch.nn.Module, config: Any) -> dict[str, Any]:
 
 def _quantization(network: torch.nn.Module) -> dict[str, Any]:
     """The quantization of the base model under adapters, if bitsandbytes has packed its weights."""
-    states = (part.quant_state for part in network.modules() if hasattr(part, "quant_state"))
-    if (state := next(states, None)) is not None:
+    if (state := _state(network)) is not None:
         return {"method": "qlora", "quantization": "nf4", "double_quantization": bool(state.nested)}
     eight = any(type(part).__name__ == "Linear8bitLt" for part in network.modules())
     return {"method": "qlora", "quantization": "int8"} if eight else {}
+
+
+def _state(network: torch.nn.Module) -> Any:
+    """The quantization state of the first weight of 4 bits; None if there is none."""
+    return next((part.quant_state for part in network.modules() if hasattr(part, "quant_state")), None)
+
+
+def _quantized_from(network: torch.nn.Module) -> str:
+    """The dtype of the weights that were packed; "" if none were."""
+    state = _state(network)
+    return DTYPES.get(state.dtype, "") if state is not None else ""
+
+
+def _widened(network: torch.nn.Module, config: Any) -> dict[str, bool]:
+    """Which weights beside packed ones are in float32: peft's `prepare_model_for_kbit_training` and trl's
+    `peft_module_casting_to_bf16` widen them."""
+    if config is None or not _quantization(network) or _quantized_from(network) == "float32":
+        return {}
+    dtypes: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+    for part in network.modules():
+        weight = getattr(part, "weight", None)
+        if isinstance(weight, torch.nn.Parameter) and (weight.ndim == 1 or isinstance(part, torch.nn.Embedding)):
+            dtypes[weight.ndim == 1].add(weight.dtype)
+    return {"norms_in_float32": dtypes[True] == {torch.float32}, "ends_in_float32": dtypes[False] == {torch.float32}}
 
 
 def _of_transformers(network: torch.nn.Module, config: Any) -> dict[str, Any]:

@@ -21,13 +21,7 @@ FEW = 8
 
 def install(notes: RunFindings) -> None:
     """Shorten what is generated in this process, and note it."""
-    when_imported("transformers.utils", _without_sklearn)
     when_imported("transformers.generation.utils", functools.partial(_shorten, notes))
-
-
-def _without_sklearn(module: Any) -> None:
-    """transformers imports scikit-learn for one way of assisted generation alone, which takes longer than torch."""
-    module.is_sklearn_available = lambda: False
 
 
 def _shorten(notes: RunFindings, module: Any) -> None:

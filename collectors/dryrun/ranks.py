@@ -75,16 +75,11 @@ def install(rank: int, world_size: int, name: Named, *, launched: bool) -> None:
     """Make every process group of this process a fake one of `world_size` ranks; `name` is told of DDP's buckets.
     `launched`: whether a launcher started the script, which may then shard over one rank too."""
     from peakcast.collectors.dryrun import fsdp1_buffers
-    from peakcast.collectors.tracing import deepspeed_fakes, dtensors
+    from peakcast.collectors.tracing import deepspeed_fakes
 
     fsdp1_buffers.install()
     if world_size > 1 or launched:
-        dtensors.install()
-        _remember_meshes()
-        fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-        fsdp._chunk_with_empty = _Chunks  # it uses two of them; making one for each rank would take long
-        random: Any = importlib.import_module("torch.distributed.tensor._random")
-        random.manual_seed = lambda *_, **__: None  # it would set a GPU generator's state
+        _install_sharding()
     _install_groups(rank, world_size)
     _install_objects()
     _install_broadcasts()
@@ -93,6 +88,19 @@ def install(rank: int, world_size: int, name: Named, *, launched: bool) -> None:
     os.environ["DS_ACCELERATOR"] = "cuda"
     when_imported("accelerate.data_loader", _read_on_every_rank)
     when_imported("deepspeed", lambda module: deepspeed_fakes.install())
+
+
+@functools.cache
+def _install_sharding() -> None:
+    """Let FSDP2 and meshes work on fake tensors; once."""
+    from peakcast.collectors.tracing import dtensors
+
+    dtensors.install()
+    _remember_meshes()
+    fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    fsdp._chunk_with_empty = _Chunks  # it uses two of them; making one for each rank would take long
+    random: Any = importlib.import_module("torch.distributed.tensor._random")
+    random.manual_seed = lambda *_, **__: None  # it would set a GPU generator's state
 
 
 class _Chunks:
@@ -135,8 +143,12 @@ def _install_groups(rank: int, world_size: int) -> None:
     def begin_fake(*_: Any, **asked: Any) -> None:
         if dist.is_initialized():
             return
-        size = int(asked.get("world_size", -1))  # of a script that starts its ranks itself
-        size = size if world_size == 1 and size > 0 else world_size
+        size = world_size
+        if size == 1:  # a script that starts its ranks itself says how many here, or in the environment as torchrun does
+            given = int(asked.get("world_size", -1))
+            size = max(1, given if given > 0 else int(os.environ.get("WORLD_SIZE") or 1))
+        if size > 1:
+            _install_sharding()
         begin("fake", rank=rank % size, world_size=size, store=FakeStore())
 
     def divide_fake(ranks: Any = None, *_: Any, **__: Any) -> Any:

@@ -73,11 +73,12 @@ class Session:
         programs.install(Path(self.question["folder"]), device, gpu.name_of(device), num_gpus)
 
     def _stand_in_for_files(self) -> None:
-        """Give the script files that this machine lacks: data, tokenizers, packages."""
-        from peakcast.collectors.dryrun import absent_packages, byte_pieces, byte_tokenizers, token_files
+        """Give the script files that this machine lacks: data, tokenizers, packages; shorten the reading of large ones."""
+        from peakcast.collectors.dryrun import absent_packages, byte_pieces, byte_tokenizers, quick_imports, token_files
         from peakcast.collectors.dryrun.downloads import Downloads
         from peakcast.collectors.dryrun.lengths import of_rows
 
+        quick_imports.install()
         token_files.TokenFiles(self.overlay, self.notes, of_rows(self.question["lengths"])).install()
         Downloads(self.notes).install()
         byte_tokenizers.install(self.notes)
@@ -105,12 +106,14 @@ class Session:
         from peakcast.collectors.dryrun.children import Children
         from peakcast.collectors.dryrun.kernel_packages import KernelPackages
         from peakcast.collectors.dryrun.lengths import of_rows
+        from peakcast.collectors.dryrun.rank_counts import RankCounts
 
         outside.install(self.notes)
         generation.install(self.notes)
         rewards.install(self.notes)
         graphs.install(self.notes)
         Children(self.question).install()
+        RankCounts(self.question, self.notes).install()
         lightning_launch.install(self.question)
         KernelPackages(self.notes).install()
         pretrained.Stand(self.notes, of_rows(self.question["lengths"])).install()

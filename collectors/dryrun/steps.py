@@ -55,6 +55,10 @@ class ScriptSteps:
         self.loop = ""
         """The package whose loop calls the optimizer: "transformers" (its Trainer) or "accelerate"; "" for the script's
         own."""
+        self.trainer: Any = None
+        """The Trainer whose loop that is."""
+        self.ran: set[int] = set()
+        """Identities of the modules that ran in training."""
         self.keeps_outputs = False
         """Whether what a network returned, beside the loss, still exists when the optimizer steps."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -156,6 +160,8 @@ class ScriptSteps:
         if self.autocast is None and torch.is_autocast_enabled("cuda"):
             self.autocast = torch.get_autocast_dtype("cuda")
         trains = torch.is_grad_enabled()  # batches of an evaluation do not count
+        if trains:
+            self.ran.add(id(part))
         if trains and isinstance(part, torch.nn.Embedding) and inputs and isinstance(inputs[0], torch.Tensor):
             self._saw_tokens(part.embedding_dim, _shape(inputs[0]))
         self.tracer._enter(part, self._names)
@@ -221,7 +227,8 @@ class ScriptSteps:
         gradients = ((f"{self._called(one)}.grad", one.grad) for one in held if one.grad is not None)
         self.tracer.name(gradients, Category.GRADIENTS)
         self.tracer.phase = Phase.OPTIMIZER_STEP
-        self.loop = self.loop or _loop()
+        if not self.loop:
+            self.loop, self.trainer = _loop()
         self.keeps_outputs = any(output() is not None for output in self._outputs)
 
     def _step_ended(self, optimizer: Any, *_: Any) -> None:
@@ -264,11 +271,13 @@ LOOPS = {"transformers.trainer": "transformers", "accelerate.optimizer": "accele
 """Modules that call optimizers -> packages."""
 
 
-def _loop() -> str:
-    """The package of the outermost of `LOOPS` that is running; "" if none is."""
-    found, frame = "", inspect.currentframe()
+def _loop() -> tuple[str, Any]:
+    """(the package of the outermost of `LOOPS` that is running, the object whose method that is); ("", None) if none is."""
+    found: tuple[str, Any] = ("", None)
+    frame = inspect.currentframe()
     while frame is not None:
-        found = LOOPS.get(frame.f_globals.get("__name__", ""), found)
+        if (package := LOOPS.get(frame.f_globals.get("__name__", ""))) is not None:
+            found = (package, frame.f_locals.get("self"))
         frame = frame.f_back
     return found
 

@@ -23,6 +23,8 @@ OWN = ("text", "prompt", "chosen", "rejected")
 AROUND = 1
 """Number of tokens that a trainer adds around a prompt or an answer. They count, because TRL's reward trainer drops rows
 that are too long."""
+PROMPT = 1
+"""Words of a prompt before an answer. Losses leave prompts out, so that a row costs most if nearly all of it is answer."""
 MOST_COLUMNS = 16
 MADE_UP = "rows of peakcast"
 """Description of data sets that are made up, which everything that is made of them keeps; the script's own stay as they
@@ -80,7 +82,8 @@ class Rows:
     def _values(self, column: str, count: int) -> list[Any]:
         lengths = drawn(self.shortest, self.longest, count)
         if self._prefers:  # a prompt and an answer, with the tokens that a trainer puts around them, are one sequence
-            lengths = [max(1, length // 2 - AROUND) for length in lengths]
+            prompt = column == "prompt"
+            lengths = [PROMPT if prompt else max(1, length - PROMPT - 2 * AROUND) for length in lengths]
         return values(column, lengths, self._languages or ("en",))
 
     def _with(self, rows: Any, columns: Iterable[str]) -> Any:

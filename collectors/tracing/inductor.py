@@ -237,6 +237,10 @@ def forget_flex_attention() -> None:
     flex_attention.compile_friendly_flex_attention = attended
 
 
+OF_THE_PROCESS = ("device_count", "current_device")
+"""What a process answers that is one rank of several: which GPU is its own, and how many there are."""
+
+
 def _answer_for_the_gpu() -> None:
     from torch._dynamo import utils as dynamo_utils
     from torch._dynamo.device_interface import CudaInterface
@@ -252,7 +256,9 @@ def _answer_for_the_gpu() -> None:
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
     }
-    for name, answer in replaced.items():  # each a function of its own: Dynamo tells them apart
+    for name, otherwise in replaced.items():  # each a function of its own: Dynamo tells them apart
+        own = getattr(cuda, name)
+        answer = own if name in OF_THE_PROCESS and own.__module__ != cuda.__name__ else otherwise
         setattr(cuda, name, answer)
         if hasattr(CudaInterface, name.removeprefix("_")):
             setattr(CudaInterface, name.removeprefix("_"), staticmethod(answer))

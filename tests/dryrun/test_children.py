@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from peakcast.collectors.dryrun.children import _is_tool, _start_one_rank
+from peakcast.collectors.dryrun import ranks
+from peakcast.collectors.dryrun.children import _is_tool
 from peakcast.collectors.dryrun.command import read_command
+from peakcast.collectors.dryrun.rank_counts import start_one_rank
 from peakcast.core.errors import SpecError
 from peakcast.doors.dryrunning import dryrun
 
@@ -83,11 +86,50 @@ def test_an_elastic_agent_starts_one_program_that_knows_of_all_ranks(program, mo
     started = []
     monkeypatch.setattr("subprocess.run", lambda words, check: started.append(words))
     module = SimpleNamespace(launch_agent=lambda config, entrypoint, args, health_check_server: args)
-    _start_one_rank(module)
+    start_one_rank(module)
     config = SimpleNamespace(max_nodes=2, nproc_per_node=4)
-    assert module.launch_agent(config, print, [1], health_check_server=None) == [1]  # a function is no program
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "set_environment", lambda *sizes, launched: started.append(sizes))
+        assert module.launch_agent(config, len, ["one"], health_check_server=None) == {0: 3}  # a function is no program
+    assert started.pop() == (0, 8, 4)
     assert module.launch_agent(config, sys.executable, [*program], health_check_server=None) == {}
     assert started == [["torchrun", "--nnodes=2", "--nproc-per-node=4", *program[1:]]]
+
+
+COUNTS = {
+    "torchrun": "subprocess.run(['torchrun', '--nproc-per-node', str(torch.cuda.device_count()), TRAIN, '--width', '256'])",
+    "spawn": "torch.multiprocessing.spawn(train, nprocs=torch.cuda.device_count())",
+    "launcher": "launch.launch_command(launch.launch_command_parser().parse_args([TRAIN, '--width', '256']))",
+}
+"""Ways to start as many ranks as there are GPUs."""
+SAYS = {
+    "spawn": "torch.multiprocessing.spawn(train, nprocs=2)",
+    "launcher": "launch.launch_command(launch.launch_command_parser().parse_args(['--num_processes', '2', *WORDS]))",
+}
+"""Ways to start two."""
+
+
+@pytest.mark.parametrize(("starts", "number"), [(COUNTS["torchrun"], 1), (SAYS["launcher"], 2)] + [
+    pytest.param(starts, number, marks=pytest.mark.whole)
+    for starts, number in ((COUNTS["spawn"], 1), (COUNTS["launcher"], 1), (SAYS["spawn"], 2))
+])  # fmt: skip
+def test_ranks_that_a_script_starts_are_counted_or_it_is_said(starts, number, train, tmp_path):
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(
+        "import os, runpy, subprocess, sys, torch\nimport accelerate.commands.launch as launch\n"
+        f"TRAIN = {train!r}\nWORDS = [TRAIN, '--width', '256']\n"
+        "def train(rank):\n    os.environ['WORLD_SIZE'] = '2'\n"
+        f"    if {number} == 2:\n        torch.distributed.init_process_group('nccl')\n"
+        "    sys.argv = WORDS\n    runpy.run_path(TRAIN)\n"
+        f"{starts}\n"
+    )
+    Path(train).write_text(
+        "import os, torch\nif 'RANK' in os.environ: torch.distributed.init_process_group()\n" + TRAINS.lstrip()
+    )
+    found = dryrun(["python", str(wrapper)], "A100-80GB", timeout_seconds=90)
+    assert found.job.parallelism.data_parallel_size == number
+    said = [finding for finding in found.answer.findings if finding.parameter == "world_size"]
+    assert len(said) == (1 if number == 1 else 0)
 
 
 def test_a_shell_script_is_read_and_its_training_command_followed(train, tmp_path):
@@ -109,6 +151,21 @@ def test_a_shell_script_that_trains_nothing_is_refused(tmp_path):
         read_command(["bash", str(script)])
     with pytest.raises(SpecError, match="is not there"):
         read_command(["bash", str(tmp_path / "no.sh")])
+
+
+@pytest.mark.parametrize("counts", ["nvidia-smi -L | wc -l", "python -c 'import torch; print(torch.cuda.device_count())'"])
+def test_a_shell_script_that_counts_gpus_has_those_of_a_node(counts, train, tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(f"N=$({counts})\ntorchrun --nproc-per-node $N {train} --width 256\n")
+    assert read_command(["bash", str(script)]).world_size == 8
+
+
+def test_a_variable_that_a_shell_script_needs_is_named(train, tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(f"PORT=1\ntorchrun --master-port $PORT --nproc-per-node $MY_GPUS {train}\n")
+    with pytest.raises(SpecError, match=r"MY_GPUS is not set; put"):
+        read_command(["bash", str(script)])
+    assert read_command(["MY_GPUS=4", "bash", str(script)]).world_size == 4
 
 
 def test_what_runs_a_command_is_left_out(train):

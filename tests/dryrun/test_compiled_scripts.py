@@ -82,3 +82,19 @@ def _in_group(train):
 
     dist.init_process_group("nccl")
     train()
+
+
+def test_a_rank_keeps_its_gpu_when_it_has_compiled():
+    """DeepSpeed's ZeRO-3 compares where weights are with the current device; importing it compiles."""
+
+    def train():
+        import torch
+
+        model = torch.compile(torch.nn.Linear(64, 64).cuda())
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            model(torch.ones(8, 64, device="cuda")).sum().backward()
+            optimizer.step()
+            assert (torch.cuda.current_device(), torch.cuda.device_count()) == (3, 4)
+
+    assert peakcast.dryrun(train, "H100-80GB", rank=3, world_size=4).steps == 3
