@@ -177,7 +177,7 @@ def test_a_checkpointed_layer_is_recomputed_inside_what_is_compiled(traced):
 @pytest.mark.parametrize(
     ("parameter", "changes"),
     [
-        ("several ranks", {"parallelism.data_parallel_size": 2}),
+        ("several ranks", {"parallelism": {"data_parallel_size": 2, "sharding": "fsdp1"}}),
         ("Liger", {"framework_options": {"liger_kernels": True}}),
         ("flex", {"attention": "flex"}),
     ],

@@ -115,7 +115,10 @@ def test_rows_that_autocast_narrows_at_a_time(rows, vocabulary, forward, backwar
         ({"parallelism": {"data_parallel_size": 2, "sharding": "fsdp1"}}, "without a reference network only"),
         ({"parallelism": {"data_parallel_size": 8, "sharding": "hsdp"}}, "under DDP, FSDP1, FSDP2 and ZeRO only"),
         ({"framework": "torch"}, "for TRL's trainers only"),
-        ({"finetuning": {**LORA, "method": "qlora", "quantization": "nf4"}}, "no trace"),
+        (
+            {"finetuning": {**LORA, "method": "qlora", "quantization": "nf4"}, "parallelism": {"data_parallel_size": 2}},
+            "over quantised weights",
+        ),
         ({"architecture": {"name": "mixtral-8x7b", "num_hidden_layers": 2}}, "not modelled with experts"),
     ],
 )
