@@ -109,9 +109,9 @@ SAYS = {
 """Ways to start two."""
 
 
-@pytest.mark.parametrize(("starts", "number"), [(COUNTS["torchrun"], 1), (SAYS["launcher"], 2)] + [
+@pytest.mark.parametrize(("starts", "number"), [(SAYS["launcher"], 2)] + [
     pytest.param(starts, number, marks=pytest.mark.whole)
-    for starts, number in ((COUNTS["spawn"], 1), (COUNTS["launcher"], 1), (SAYS["spawn"], 2))
+    for starts, number in ((COUNTS["torchrun"], 1), (COUNTS["spawn"], 1), (COUNTS["launcher"], 1), (SAYS["spawn"], 2))
 ])  # fmt: skip
 def test_ranks_that_a_script_starts_are_counted_or_it_is_said(starts, number, train, tmp_path):
     wrapper = tmp_path / "wrapper.py"
