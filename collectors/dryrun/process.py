@@ -224,7 +224,7 @@ def _wait(process: Process, deadline: float, log: Path, answer: Path, output: Ca
             if output is not None and (text := printed.read()):
                 output(text.decode(errors="replace"))
             if code is not None or answer.is_file():
-                return code or 0 if answer.is_file() else code
+                return 0 if answer.is_file() else code  # a script that only starts others ends without a step of its own
             if time.monotonic() > deadline:
                 return None
             with suppress(subprocess.TimeoutExpired):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 from peakcast.collectors.dryrun import ranks
 from peakcast.collectors.dryrun.children import _is_tool
 from peakcast.collectors.dryrun.command import read_command
+from peakcast.collectors.dryrun.process import _wait
 from peakcast.collectors.dryrun.rank_counts import start_one_rank
 from peakcast.core.errors import SpecError
 from peakcast.doors.dryrunning import dryrun
@@ -185,3 +187,13 @@ def test_a_request_to_stop_ends_in_order():
             assert signal.getsignal(number) == signal.SIG_DFL
         finally:
             signal.signal(number, before)
+
+
+@pytest.mark.parametrize(("answered", "code"), [(True, 0), (False, 11)])
+def test_a_script_that_ends_when_what_it_started_has_answered_has_not_failed(answered, code, tmp_path):
+    """It ends without a step of its own (11), and may end before anybody has looked at the answer."""
+    answer, log = tmp_path / "answer.json", tmp_path / "log"
+    log.touch()
+    if answered:
+        answer.write_text("{}")
+    assert _wait(SimpleNamespace(poll=lambda: 11), time.monotonic() + 10, log, answer, None) == code
