@@ -44,10 +44,10 @@ def is_compiled_alone(context: HFContext) -> bool:
     """Whether this module describes the graphs of the context's layer."""
     dense = "alone" in family_of(context.architecture).traces.compiled and not context.layer.routed
     plain = dense and (context.trainable or context.compiles_adapters)
-    plain = plain and (context.attention.implementation == "sdpa" and not context.packing.num_sequences)
-    unmasked = attention_kernel(context) == "flash" and not context.layer.masked
+    plain = plain and context.attention.implementation == "sdpa" and not context.packing.num_sequences
     whole = context.group == WHOLE and not (context.backward.in_two_parts or context.backward.saves_on_cpu)
-    return "layers" in context.compiled and plain and whole and (unmasked or given_mask(context))
+    attends = attention_kernel(context) == "flash" or given_mask(context)
+    return "layers" in context.compiled and plain and whole and attends
 
 
 def given_mask(context: HFContext) -> bool:

@@ -61,6 +61,7 @@ PREFERENCES = Section("preference losses (TRL)", when=job.preference, start="los
     unknown(_KIND, job.fused_loss,
             "is not computed by cross entropy, so nothing fuses it: leave loss.fused_linear_cross_entropy out."),
     unknown(_KIND, job.quantized & job.many_ranks, "over quantised weights was compared with traces on one GPU only."),
+    unknown(_KIND, job.quantized & setting("loss.kind", "grpo"), "over quantised weights was compared with no trace."),
     unknown(_KIND, job.some_layers, "was compared with every layer checkpointed only."),
     unknown(_KIND, job.float8, "is not modelled in float8."),
     unknown(_KIND, job.flex, "was compared with sdpa and eager, and not with attention='flex'."),

@@ -115,6 +115,7 @@ def test_rows_that_autocast_narrows_at_a_time(rows, vocabulary, forward, backwar
         ({"parallelism": {"data_parallel_size": 2, "sharding": "fsdp1"}}, "without a reference network only"),
         ({"parallelism": {"data_parallel_size": 8, "sharding": "hsdp"}}, "under DDP, FSDP1, FSDP2 and ZeRO only"),
         ({"framework": "torch"}, "for TRL's trainers only"),
+        ({"loss": {"kind": "grpo"}, "finetuning": {**LORA, "method": "qlora", "quantization": "nf4"}}, "with no trace"),
         (
             {"finetuning": {**LORA, "method": "qlora", "quantization": "nf4"}, "parallelism": {"data_parallel_size": 2}},
             "over quantised weights",
@@ -123,7 +124,7 @@ def test_rows_that_autocast_narrows_at_a_time(rows, vocabulary, forward, backwar
     ],
 )
 def test_what_was_not_traced_is_out_of_scope_and_still_answered(changes, says):
-    one = job(loss=DPO, **changes)
+    one = job(**{"loss": DPO, **changes})
     assert says in out_of_scope(one)
     assert ledger(one).peak().num_bytes > 0
 
