@@ -11,7 +11,7 @@ from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.embedding import embedding
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.checkpoint import recompute
-from peakcast.models.ledger.huggingface.contexts import context_again, keeping_matmuls, layer_contexts
+from peakcast.models.ledger.huggingface.contexts import context_again, is_recomputed, keeping_matmuls, layer_contexts
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 
@@ -20,14 +20,10 @@ class Blocks:
     """The templates of one job's network. Equal layers share one context object, whose template is made once."""
 
     def __init__(self, job: TrainingJob, context: HFContext) -> None:
-        checkpointing = job.activation_checkpointing
         self.job = job
         self.context = context
         self.contexts = layer_contexts(context, job)
-        recomputed = [
-            checkpointing.mode != "none" and layer % checkpointing.every_n_layers == 0
-            for layer in range(job.architecture.num_hidden_layers)
-        ]
+        recomputed = [is_recomputed(job, layer) for layer in range(job.architecture.num_hidden_layers)]
         self.recomputed = recomputed
         self.compiled = _compiled_alone(job, self.contexts)
         # accelerate's FSDP2 compiles layers in place: their hooks break the graph, inside the checkpoint
