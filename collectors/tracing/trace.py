@@ -140,10 +140,10 @@ def _install_packages(job: TrainingJob, *, compiled: bool) -> None:
     from peakcast.collectors.stacks.parts import quantized_fakes
     from peakcast.collectors.tracing import kernel_packages, megatron_fakes, triton_stub, trl_fakes
 
+    if not compiled:
+        kernel_packages.install()  # before other stubs: it imports what must not find them
     if job.loss.fused_linear_cross_entropy or job.framework_options.get("liger_kernels"):
         triton_stub.install()
-    if not compiled:
-        kernel_packages.install()
     if job.finetuning.quantization == "nf4":
         quantized_fakes.install()
     if job.loss.kind != "cross_entropy":

@@ -61,15 +61,33 @@ def test_a_missing_package_is_said_with_the_answer(package: str, code: str, says
     assert says in finding.sentence
 
 
-@pytest.mark.whole
-@pytest.mark.needs("fla")
-def test_linear_attention_runs_with_its_packages_kernels(
-    ledger_equals_trace: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The recipe's tensors are the trace's, and it holds for other lengths: no loop over the sequence is left."""
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Recipes are recorded, into a folder of this test."""
     monkeypatch.delenv("PEAKCAST_RECORD")
     monkeypatch.setenv("PEAKCAST_RECIPES", str(tmp_path))
     monkeypatch.setattr(shelf, "_found", {})
+
+
+@pytest.mark.needs("fla", "liger_kernel")
+def test_ligers_kernels_are_recorded_beside_another_packages(ledger_equals_trace: Any, records: None) -> None:
+    """Both need the stub of Triton, which Inductor's modules, that are imported for one of them, must not find."""
+    network = {
+        "model_type": "gemma4_text", "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 640, "head_dim": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096, "vocab_size_per_layer_input": 4096,
+        "hidden_size_per_layer_input": 32,
+    }  # fmt: skip
+    cell = {"architecture": network, "micro_batch_size": 2, "loss.fused_linear_cross_entropy": True}
+    (job,) = expand({"include": [{**cell, "sequence_length": 256, "framework_options": {"liger_kernels": True}}]})
+    ensure_recipes([job], processes=1)
+    assert recipe_of(job) is not None
+    ledger_equals_trace(job, rel=1e-3)
+
+
+@pytest.mark.whole
+@pytest.mark.needs("fla")
+def test_linear_attention_runs_with_its_packages_kernels(ledger_equals_trace: Any, records: None) -> None:
+    """The recipe's tensors are the trace's, and it holds for other lengths: no loop over the sequence is left."""
     cells = {"architecture": LINEAR, "micro_batch_size": 2}
     first, other = expand({"include": [{**cells, "sequence_length": 512}, {**cells, "sequence_length": 2001}]})
     ensure_recipes([first], processes=1)
