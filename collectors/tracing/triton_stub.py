@@ -57,8 +57,13 @@ class _Anything:
         return (_Anything,)
 
 
-class _NoKernel:
-    """A class of kernels that no stub belongs to."""
+class _NoKernel(_Anything):
+    """A class of kernels that no stub belongs to; packages derive their own from it (fla-core 0.6 ops/utils/cache.py
+    `CachedAutotuner`). Torch asks such an object for what it wraps until that is none (torch 2.13 _library/triton.py)."""
+
+    def __init__(self, fn: Any = None, *arguments: Any, **keywords: Any) -> None:
+        super().__init__()
+        self.fn = fn
 
 
 class _Number(_Anything):

@@ -1,6 +1,7 @@
 """The tracer on real CPU tensors: shards, storages emptied in place, module names, and PyTorch's own tracker."""
 
 import copy
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import pytest
@@ -291,3 +292,20 @@ def test_a_stub_of_triton_has_no_members_to_look_through():
 
     assert "cpu" not in _Anything().backends
     assert list(_Anything().backends) == []
+
+
+def test_packages_derive_kernels_from_a_class_of_the_stub():
+    """As fla-core 0.6 does (ops/utils/cache.py `CachedAutotuner`). Torch asks each what it wraps, as long as it is one
+    (torch 2.13 _library/triton.py)."""
+    from peakcast.collectors.tracing.triton_stub import Finder
+
+    autotuner = Finder(("triton",)).create_module(ModuleSpec("triton.runtime", None)).Autotuner
+
+    class Cached(autotuner):
+        def __init__(self, fn, names, **keywords):
+            super().__init__(fn, names, **keywords)
+
+    kernel = Cached(Cached("a function", []), ["x"], warmup=None)
+    while isinstance(kernel, autotuner):
+        kernel = kernel.fn
+    assert kernel == "a function"
