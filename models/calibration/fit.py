@@ -143,13 +143,7 @@ def fit_quantity(
         [sample.censored for sample in rows],
         [sample.row.project for sample in rows],
     )
-    held = [
-        _Held(sample=rows[i], unit=f"{name} {units[i]}", missed=ratios[i] - guess, terms=terms[i], weight=weights[i])
-        for name, units, split in zip(("architecture", "source"), _units(rows), residual.splits_, strict=False)
-        for terms in [_terms(rows, own_features, quantity, (*rows, *compared) if name == "source" else None)]
-        for i, guess in enumerate(split.guesses.tolist())
-        if not rows[i].censored or ratios[i] > guess
-    ]
+    held = _held_out(rows, quantity, own_features, compared, residual, weights)
     spread, intervals = _bars(quantity, held)
     finished = [index for index, sample in enumerate(rows) if not sample.censored]
     unseen = residual.splits_[0].guesses.tolist()
@@ -176,6 +170,26 @@ class _Held:
     missed: float
     terms: dict[str, float]
     weight: float
+
+
+def _held_out(
+    rows: Sequence[Sample],
+    quantity: str,
+    features: Sequence[Mapping[str, float]],
+    compared: Sequence[Sample],
+    residual: Residual,
+    weights: Sequence[float],
+) -> list[_Held]:
+    """Each row as `residual` predicted it without its architecture, and again without its source. `features`: of the
+    residual, [rows]; `compared`: as in `fit_quantity`; a source's terms count their kinds of jobs too."""
+    held = []
+    for name, units, split in zip(("architecture", "source"), _units(rows), residual.splits_, strict=False):
+        terms = _terms(rows, features, quantity, (*rows, *compared) if name == "source" else None)
+        for i, guess in enumerate(split.guesses.tolist()):
+            missed = rows[i].log_ratio(quantity) - guess
+            if not rows[i].censored or missed > 0:
+                held.append(_Held(rows[i], f"{name} {units[i]}", missed, terms[i], weights[i]))
+    return held
 
 
 def _bars(quantity: str, held: Sequence[_Held]) -> tuple[Spread, Intervals]:

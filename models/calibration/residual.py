@@ -109,48 +109,53 @@ class Residual:
         x, y = matrix(rows), np.asarray(log_ratios, dtype=np.float64)
         counts = np.ones(len(y)) if weights is None else np.asarray(weights, dtype=np.float64)
         censored = np.zeros(len(y), dtype=bool) if bounded is None else np.asarray(bounded, dtype=bool)
+        exact = y[~censored]
         units = number_of(architectures)
-        balanced = evidence_weights(units, counts)
         self.splits_ = [HeldOut(units, assign_folds(units, counts, self.num_folds))]
         by_source = number_of(sources) if sources is not None else np.zeros(len(y), dtype=np.int64)
         if len(np.unique(by_source[~censored])) > 1:
             self.splits_.append(HeldOut(by_source, by_source))
-        exact = y[~censored]
         self.low_, self.high_ = (float(exact.min()), float(max(exact.max(), y.max()))) if len(exact) else (0.0, 0.0)
         self.scores_: dict[str, float] = {}
         self.shrinkage_ = 0.0
         self.regressor_: Regressor = Zero()
-        if len(np.unique(units[~censored])) < 2:
+        num_architectures = len(np.unique(units[~censored]))
+        if num_architectures < 2:
             return self
+        balanced = evidence_weights(units, counts)
         middle = weighted_median(exact, balanced[~censored])
         targets = np.clip(y, middle - WORST_COUNTED, middle + WORST_COUNTED)
         learned = FitRows(x, targets, balanced, np.asarray(groups, dtype=object), censored)
-        tried = {
-            candidate.name: [out_of_fold(candidate, learned, split.folds) for split in self.splits_]
-            for candidate in self.make_candidates()
-            if candidate.least_architectures <= len(np.unique(units[~censored]))
+        self._choose(num_architectures, learned, y, counts)
+        return self
+
+    def _choose(self, num_architectures: int, learned: FitRows, y: Floats, counts: Floats) -> None:
+        """The regressor, and the share of its guesses, that err least on rows held out in each split. `y`: the log ratios
+        as measured, [rows]; `counts`: the weight of each row in its unit's error, [rows]."""
+        candidates = {one.name: one for one in self.make_candidates() if one.least_architectures <= num_architectures}
+        guesses = {
+            name: [out_of_fold(one, learned, split.folds) for split in self.splits_] for name, one in candidates.items()
         }
 
-        def lost(guesses: Sequence[Floats], share: float = 1.0) -> list[Floats]:
-            """For each split, the mean error of each unit with `share` of the guesses."""
+        def errors_of(name: str, share: float = 1.0) -> list[Floats]:
+            """For each split, the mean error of each unit with `share` of a candidate's guesses."""
             parts = []
-            for split, guess in zip(self.splits_, guesses, strict=True):
+            for split, guess in zip(self.splits_, guesses[name], strict=True):
                 missed = y - share * guess
-                parts.append(per_unit_error(np.where(censored, np.maximum(missed, 0.0), missed), split.units, counts))
+                beyond = np.where(learned.censored, np.maximum(missed, 0.0), missed)
+                parts.append(per_unit_error(beyond, split.units, counts))
             return parts
 
-        errors = {name: lost(guesses) for name, guesses in tried.items()}
+        errors = {name: errors_of(name) for name in candidates}
         self.scores_ = {name: float(np.concatenate(parts).mean()) for name, parts in errors.items()}
         chosen = simplest_in_every_split(errors)
-        self.shrinkage_ = simplest_in_every_split({s: lost(tried[chosen], s) for s in SHRINKAGES})
-        if chosen != Zero.name and self.shrinkage_ > 0:
-            winner = next(c for c in self.make_candidates() if c.name == chosen)
-            self.regressor_ = fit_bounded(winner, learned)
-            for split, guess in zip(self.splits_, tried[chosen], strict=True):
-                split.guesses = np.clip(self.shrinkage_ * guess, self.low_, self.high_)
-        else:
-            self.shrinkage_ = 0.0
-        return self
+        share = simplest_in_every_split({share: errors_of(chosen, share) for share in SHRINKAGES})
+        if chosen == Zero.name or share == 0:
+            return
+        self.shrinkage_ = share
+        self.regressor_ = fit_bounded(candidates[chosen], learned)
+        for split, guess in zip(self.splits_, guesses[chosen], strict=True):
+            split.guesses = np.clip(share * guess, self.low_, self.high_)
 
     def predict(self, rows: Sequence[Mapping[str, float]], groups: Sequence[str]) -> Floats:
         """Log ratios to add to the logarithm of the baseline, [rows]."""
