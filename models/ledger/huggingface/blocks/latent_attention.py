@@ -32,16 +32,15 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     with tape.marked(Mark.ROTATION):
         if family_of(architecture).rotary.complex:
             q_rot, k_rot = _rotate_complex(tape, q_rot, k_rot, FP32 // size)
-        else:
-            q_rot, k_rot = (_rotate_pairs(tape, x, f"self_attn.rotary_{n}") for x, n in ((q_rot, "q"), (k_rot, "k")))
+        else:  # the tables have the embeddings' dtype, and wide ones widen what they turn
+            widens = max(1, context.precision.weight_bytes // size)
+            q_rot, k_rot = (
+                _rotate_pairs(tape, x, x.num_bytes * widens, f"self_attn.rotary_{name}")
+                for x, name in ((q_rot, "q"), (k_rot, "k"))
+            )
     if context.cache.does and context.cache.latent:  # compressed
         latent, k_rot = update_cache(build, latent, k_rot)
-    queries = tape.operation(
-        "self_attn.join_q",
-        [q_pass, q_rot],
-        rows * heads * (plain + rotated) * size,
-        gradients=[(q_pass, None), (q_rot, None)],
-    )
+    queries = _joined_queries(tape, q_pass, q_rot, rows * heads * plain * (q_rot.num_bytes // (rows * heads * rotated)))
     keys, values = _expanded(build, latent, k_rot, mla)
     output = attention(build, queries, keys, values)
     output = build.projection(output, heads * mla.v_head_dim, architecture.hidden_size, "self_attn.o_proj", bias)
@@ -60,6 +59,19 @@ def _queries(build: BlockBuilder, x: Tensor, mla: MultiLatentAttention) -> Tenso
     low = build.projection(x, architecture.hidden_size, mla.q_lora_rank, "self_attn.q_a_proj", bias)
     low = build.norm(low, mla.q_lora_rank, "self_attn.q_a_layernorm")
     return build.projection(low, mla.q_lora_rank, query, "self_attn.q_b_proj", False)
+
+
+def _joined_queries(tape: Tape, q_pass: Tensor, q_rot: Tensor, pass_bytes: int) -> Tensor:
+    """Both parts of the queries, concatenated. Where the rotated part is wide, the other one, which then has `pass_bytes`,
+    is converted before, and its gradient after (autocast promotes `cat`)."""
+    converted = pass_bytes if pass_bytes > q_pass.num_bytes else 0
+    return tape.operation(
+        "self_attn.join_q",
+        [q_pass, q_rot],
+        pass_bytes + q_rot.num_bytes,
+        gradients=[(q_pass, q_pass.num_bytes if converted else None), (q_rot, None)],
+        forward_temporary_bytes=converted,
+    )
 
 
 def _expanded(build: BlockBuilder, latent: Tensor, k_rot: Tensor, mla: MultiLatentAttention) -> tuple[Tensor, Tensor]:
@@ -105,12 +117,11 @@ def _rotate_complex(tape: Tape, q: Tensor, k: Tensor, widens: int) -> tuple[Tens
     return rotated[0], rotated[1]
 
 
-def _rotate_pairs(tape: Tape, x: Tensor, name: str) -> Tensor:
-    """`apply_rotary_pos_emb_interleave`: two halves, each the sum of two products, concatenated."""
-    half = x.num_bytes // 2
-    parts = []
+def _rotate_pairs(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
+    """`apply_rotary_pos_emb_interleave`: two halves, each the sum of two products, concatenated to `num_bytes`."""
+    half, narrow, parts = num_bytes // 2, x.num_bytes // 2, []
     for part in ("real", "imaginary"):
-        first = tape.operation(f"{name}.{part}_cos", [x], half, backward_temporary_bytes=half)
-        second = tape.operation(f"{name}.{part}_sin", [x], half, backward_temporary_bytes=half)
+        first = tape.operation(f"{name}.{part}_cos", [x], half, backward_temporary_bytes=narrow)
+        second = tape.operation(f"{name}.{part}_sin", [x], half, backward_temporary_bytes=narrow)
         parts.append(ops.add(tape, first, second, f"{name}.{part}"))
-    return tape.operation(f"{name}.cat", parts, x.num_bytes, gradients=[(part, None) for part in parts])
+    return tape.operation(f"{name}.cat", parts, num_bytes, gradients=[(part, None) for part in parts])
