@@ -45,7 +45,6 @@ def reason(name, **changes):
         ("llama-3.1-8b", {**by_fsdp("fsdp1"), "finetuning": ATTENTION, "precision": MIXED}, "cannot multiply two dtypes"),
         ("llama-3.1-8b", {**by_fsdp("fsdp1"), "finetuning": ATTENTION, **SELECTIVE}, "the units inside it run other"),
         ("llama-3.1-8b", {**by_fsdp("fsdp2"), "finetuning": ATTENTION, "loss": FUSED}, "is never called, so"),
-        ("deepseek-v2-lite", {"framework_options": FrozenMapping({"autocast": True})}, "under autocast"),
         ("gpt-j-6b", {"task": "inference"}, "generation with"),
         ("gpt-j-6b", {**by_fsdp("fsdp2"), **SELECTIVE}, "position tables"),
         ("mpt-7b", FLASH, "no flash_attention_2"),
@@ -71,6 +70,7 @@ def test_what_no_trace_confirms_is_out_of_scope(name, changes, why):
         ("llama-3.1-8b", {**by_fsdp("fsdp2"), "loss": FUSED}),
         ("mixtral-8x7b", {"finetuning": ATTENTION}),
         ("qwen3-0.6b", {**LIGER, "finetuning": EVERYWHERE}),
+        ("deepseek-v2-lite", {"framework_options": FrozenMapping({"autocast": True})}),
     ],
 )
 def test_what_lies_beside_it_is_in_scope(name, changes):
