@@ -29,7 +29,14 @@ from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.dialects.huggingface.trl_adapters import with_casts_of_trl
 from peakcast.dialects.huggingface.trl_loss import take_sft_loss
-from peakcast.dialects.oumi_sharding import OF_DEEPSPEED, OF_FSDP, OF_OFFLOAD, mixed_in_fsdp, sharding_of
+from peakcast.dialects.oumi_sharding import (
+    OF_DEEPSPEED,
+    OF_FSDP,
+    OF_OFFLOAD,
+    Sharded,
+    mixed_in_fsdp,
+    sharding_of,
+)
 from peakcast.jobs.spec import TrainingJob
 
 TRL = {
@@ -111,14 +118,21 @@ def from_oumi(pasted: Pasted) -> Translation:
     if settings.switch("model.compile"):
         raise settings.refuse("model.compile", "must be false, since training.compile compiles")
     model = settings.model(pasted.model, "model.model_name")
-    deepspeed, fsdp, num_gpus = sharding_of(pasted, settings)
-    adapter = _adapter(settings, fsdp)
-    training = _training(settings, trainer, adapter, fsdp)
+    sharded = sharding_of(pasted, settings)
+    adapter = _adapter(settings, sharded)
+    training = _training(settings, trainer, adapter, sharded)
     generation = _generation(settings, training) if trainer == "TRL_GRPO" else None
     versions = _versions(pasted, trainer, notes)
     options = take_sft_loss(training, TRL[trainer], versions, notes) if trainer in TRL else {}
     translation = from_huggingface(
-        model, training, adapter, deepspeed, fsdp, num_gpus, versions=versions, spell=_spell(values)
+        model,
+        training,
+        adapter,
+        sharded.deepspeed,
+        sharded.fsdp,
+        sharded.num_gpus,
+        versions=versions,
+        spell=_spell(values),
     )
     job = notes.include(translation)
     options = {**job.framework_options, **options}
@@ -158,16 +172,14 @@ def _spell(values: Mapping[str, Any]) -> Callable[[str], str]:
     return lambda name: f"{KWARGS}{name}" if name in direct else written(name)
 
 
-def _training(
-    settings: Settings, trainer: str, adapter: Mapping[str, Any] | None, fsdp: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _training(settings: Settings, trainer: str, adapter: Mapping[str, Any] | None, sharded: Sharded) -> dict[str, Any]:
     """The step in the words of transformers' training arguments."""
     training: dict[str, Any] = {
         "per_device_train_batch_size": settings.size("training.per_device_train_batch_size", 8, assume=True),
         "optim": _optimizer(settings, trainer),
         **renamed(settings, TRAINING),
         **_precision(settings, trainer),
-        **_checkpoints(settings, trainer, fsdp),
+        **_checkpoints(settings, trainer, sharded),
         **_samples(settings, trainer),
     }
     if steps := settings.integer("training.empty_device_cache_steps"):
@@ -175,7 +187,7 @@ def _training(
     if settings.switch("model.enable_liger_kernel"):
         training["use_liger_kernel"] = True
     if adapter is not None and settings.switch("peft.q_lora"):
-        _quantise(settings, training, fsdp)
+        _quantise(settings, training, sharded)
     elif adapter is None and ADAPTER.keys() & set(settings.left()):
         settings.notes.assumptions.append(
             "training.use_peft is not true, so the section peft has no effect: full training."
@@ -226,14 +238,22 @@ def _precision(settings: Settings, trainer: str) -> dict[str, Any]:
     return training | {key: key == inside or mixed == key.upper() for key in ("bf16", "fp16")}
 
 
-def _checkpoints(settings: Settings, trainer: str, fsdp: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Checkpointed activations. Oumi lets accelerate checkpoint under FSDP (`prepare_accelerate_fsdp_run`), and gives the
-    Trainer an empty mapping otherwise, for which torch takes use_reentrant=True (torch 2.13 utils/checkpoint.py)."""
+def _checkpoints(settings: Settings, trainer: str, sharded: Sharded) -> dict[str, Any]:
+    """Checkpointed activations. Oumi lets accelerate's FSDP checkpoint in the place of the Trainer, also where it is then
+    not used (`prepare_accelerate_fsdp_run`), and gives the Trainer an empty mapping otherwise, for which torch takes
+    use_reentrant=True (torch 2.13 utils/checkpoint.py)."""
     asked = settings.switch("training.enable_gradient_checkpointing")
     given = settings.raw("training.gradient_checkpointing_kwargs.use_reentrant")
     asked_for_reentrant = settings.switch("training.gradient_checkpointing_kwargs.use_reentrant", True)
-    own = fsdp is not None and trainer != "OUMI" and settings.switch("fsdp.enable_fsdp")
-    if own:
+    if sharded.of_oumi and trainer != "OUMI":
+        if asked and sharded.num_gpus == 1:
+            settings.notes.warnings.append(
+                "On one GPU nothing checkpoints activations: with fsdp.enable_fsdp Oumi leaves them to FSDP, which is not "
+                "used there.",
+                "training.enable_gradient_checkpointing",
+                "less",
+            )
+            return {"gradient_checkpointing": False}
         return {"gradient_checkpointing": asked, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     if settings.switch("training.use_deterministic") and trainer != "OUMI" and asked:
         settings.notes.assumptions.append("training.use_deterministic switches gradient checkpointing off.")
@@ -273,7 +293,7 @@ def _samples(settings: Settings, trainer: str) -> dict[str, Any]:
     return samples
 
 
-def _adapter(settings: Settings, fsdp: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _adapter(settings: Settings, sharded: Sharded) -> dict[str, Any] | None:
     """peft's LoraConfig; None for full training."""
     if not settings.switch("training.use_peft"):
         return None
@@ -288,12 +308,12 @@ def _adapter(settings: Settings, fsdp: Mapping[str, Any] | None) -> dict[str, An
         adapter["target_modules"] = "|".join(f"({each})" for each in targets)
     elif targets:
         adapter["target_modules"] = targets
-    if settings.switch("peft.q_lora") and fsdp is not None:
+    if settings.switch("peft.q_lora") and sharded.fsdp is not None:
         adapter["autocast_adapter_dtype"] = False
     return adapter
 
 
-def _quantise(settings: Settings, training: dict[str, Any], fsdp: Mapping[str, Any] | None) -> None:
+def _quantise(settings: Settings, training: dict[str, Any], sharded: Sharded) -> None:
     """Quantise the weights, and put the rest in the dtype that Oumi gives it: under FSDP that of the network, for adapters
     too, else float32, in which all is then computed that bitsandbytes does not compute, unless precision is mixed."""
     notes, bits = settings.notes, settings.integer("peft.q_lora_bits", 4)
@@ -308,7 +328,7 @@ def _quantise(settings: Settings, training: dict[str, Any], fsdp: Mapping[str, A
             "peft.bnb_4bit_quant_type=fp4 (Oumi's default) is not modelled; nf4 is assumed, of the same size.",
             "peft.bnb_4bit_quant_type",
         )
-    if fsdp is not None:
+    if sharded.fsdp is not None:
         notes.assumptions.append("Oumi casts all that is not quantised, adapters too, to the network's dtype under FSDP.")
         return
     if settings.switch("deepspeed.enable_deepspeed") and settings.text("deepspeed.precision"):

@@ -7,7 +7,7 @@ core/distributed.py (`get_accelerate_env_vars`, `_get_use_orig_params`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Settings, words
@@ -44,9 +44,19 @@ OF_OFFLOAD = words("""
 """)
 
 
-def sharding_of(pasted: Pasted, settings: Settings) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None, int]:
-    """(DeepSpeed's configuration, FSDP's, the number of GPUs). Where accelerate launches the run, its FSDP holds and the
-    section `fsdp` does not (train.py: `not is_using_accelerate()`).
+class Sharded(NamedTuple):
+    """How a run is divided."""
+
+    deepspeed: Mapping[str, Any] | None
+    fsdp: Mapping[str, Any] | None
+    num_gpus: int
+    of_oumi: bool
+    """Whether FSDP is that of Oumi's own section, for which Oumi switches the Trainer's checkpoints off."""
+
+
+def sharding_of(pasted: Pasted, settings: Settings) -> Sharded:
+    """How the run is divided. Where accelerate launches it, its FSDP holds and the section `fsdp` does not (train.py: `not
+    is_using_accelerate()`).
 
     Raises: SpecError if both FSDP and DeepSpeed are asked for.
     """
@@ -59,7 +69,8 @@ def sharding_of(pasted: Pasted, settings: Settings) -> tuple[Mapping[str, Any] |
         shards = None
     if engine is not None and shards is not None:
         raise settings.refuse("deepspeed.enable_deepspeed", "cannot be given with fsdp.enable_fsdp; keep one")
-    return engine or launcher.deepspeed, shards or launcher.fsdp, launcher.gpus(pasted, settings.notes)
+    gpus = launcher.gpus(pasted, settings.notes)
+    return Sharded(engine or launcher.deepspeed, shards or launcher.fsdp, gpus, of_oumi=shards is not None)
 
 
 def _shards(settings: Settings) -> dict[str, Any] | None:

@@ -31,6 +31,12 @@ def test_under_fsdp_accelerate_checkpoints_and_never_reenters():
     assert read(CHECKPOINTS).job.activation_checkpointing.use_reentrant  # an empty mapping is left to torch
 
 
+def test_on_one_gpu_neither_fsdp_nor_the_trainer_checkpoints():
+    found = read(CHECKPOINTS, FSDP)
+    assert found.job.activation_checkpointing.mode == "none"
+    assert any("nothing checkpoints activations" in sentence for sentence in found.warnings)
+
+
 def test_original_parameters_are_not_used_for_adapters_unless_compiled():
     adapters = {"training": {"use_peft": True}}
     jobs = [read(FSDP, change, gpus=2).job for change in ({}, adapters, merged(adapters, {"training": {"compile": True}}))]
