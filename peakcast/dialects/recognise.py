@@ -110,6 +110,12 @@ DIALECTS: dict[str, Dialect] = {
         ),
         "verl:from_verl",
     ),
+    "oumi": Dialect(
+        "an Oumi configuration",
+        ("model.model_name training.trainer_type|training.use_peft",),
+        "oumi:from_oumi",
+        ("model.model_name training.per_device_train_batch_size|training.enable_gradient_checkpointing",),
+    ),
     "automodel": Dialect(
         "a NeMo AutoModel recipe", ("step_scheduler model|model.pretrained_model_name_or_path",), "automodel:from_automodel"
     ),
@@ -216,7 +222,7 @@ PROGRAMS = {
     "axolotl.cli.train": ("axolotl",), "tune": ("torchtune",), "litgpt": ("litgpt",),
     "openrlhf": ("openrlhf",), "verl": ("verl",), "automodel": ("automodel",), "run_recipe.py": ("megatron_bridge",),
     "swift": ("swift",), "megatron": ("swift_megatron",), "torchtitan.train": ("torchtitan",),
-    "run_train.sh": ("torchtitan",),
+    "run_train.sh": ("torchtitan",), "oumi": ("oumi",),
 }  # fmt: skip
 """Programs that only read one project's configurations -> its dialects; the last is used if no key identifies another."""
 

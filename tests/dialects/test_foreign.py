@@ -57,7 +57,6 @@ FOUND = {
     "a Levanter configuration": [
         "model: {type: llama, seq_len: 4096}\ntrainer: {train_batch_size: 32}\ndata: {tokenizer: x}\n",
     ],
-    "an Oumi configuration": ["model: {model_name: x}\ntraining: {trainer_type: TRL_SFT}\n", "oumi train -c a.yaml\n"],
     "a Firefly configuration": ['{"template_name": "qwen", "train_file": "a.jsonl", "lora_rank": 64, "output_dir": "o"}'],
     "an H2O LLM Studio experiment": [
         "architecture: {backbone_dtype: int4}\nllm_backbone: x\nproblem_type: text_causal_language_modeling\n"

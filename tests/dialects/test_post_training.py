@@ -197,3 +197,10 @@ def test_sft_makes_no_whole_logits_from_trl_1_15_on(trl, changes, loss_kernel, d
 def test_a_release_of_trl_that_is_not_given_is_said():
     read = translation_of("model_name_or_path: Qwen/Qwen2.5-0.5B\nper_device_train_batch_size: 2\nmax_length: 512\n")
     assert [finding.direction for finding in read.findings if finding.parameter == "versions.trl"] == ["more"]
+
+
+@pytest.mark.parametrize(("release", "says"), [("1.14", "made from whole logits"), ("1.15", "made without whole logits")])
+def test_the_answer_says_how_that_release_makes_log_probabilities(release, says):
+    read = translation_of(KTO, ReadOptions(versions=AskedVersions(FrozenMapping({"trl": release}))))
+    (said,) = [sentence for sentence in read.assumptions if "log-probabilities are made" in sentence]
+    assert says in said

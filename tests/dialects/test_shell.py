@@ -189,6 +189,9 @@ LAUNCHES = [
     ("accelerate launch --num_processes 4 --mixed_precision bf16 sft.py --bf16", "sft.py", 4),
     ("oumi distributed torchrun --nproc-per-node 4 sft.py --bf16", "sft.py", 4),
     ("oumi distributed torchrun -m trl.sft --bf16", "trl.sft", None),
+    ("oumi distributed torchrun --nproc-per-node=4 -m oumi train -c a.yaml", "oumi train", 4),
+    ("oumi distributed accelerate launch --num_processes 8 -m oumi train -c a.yaml", "oumi train", 8),
+    ("accelerate launch --use_fsdp --num_processes 2 -m oumi.train -c a.yaml", "oumi.train", 2),
     ("python -m accelerate.commands.launch --num_processes 4 sft.py --bf16", "sft.py", 4),
     ("deepspeed --num_gpus 8 --num_nodes 2 train.py --deepspeed ds.json", "train.py", 16),
     (

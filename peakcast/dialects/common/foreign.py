@@ -96,7 +96,6 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign("a Firefly configuration", f"{JOB}; its QLoRA is --method qlora", ("template_name train_file|train_mode",)),
     Foreign("a torchtune recipe of PPO", POLICY, ("policy_model._component_",)),
-    Foreign("an Oumi configuration", JOB, ("model.model_name training.trainer_type|training.use_peft",), ("oumi",)),
     Foreign("a Colossal-AI program", JOB, (), ("colossalai",)),
     Foreign("a BMTrain program", JOB, (), ("bmtrain",)),
     Foreign("a fairseq2 command", JOB, (), ("fairseq2",)),
@@ -145,7 +144,7 @@ FOREIGN: tuple[Foreign, ...] = (
 _PROGRAM = re.compile(
     r"^[ \t]*(?:python[\d.]*[ \t]+-m[ \t]+)?"
     r"((?:openrlhf|verl|swift|nemo_run|nemo_automodel|automodel|composer|MaxText|vllm\.|sglang|text-generation-launcher"
-    r"|colossalai|oumi|fairseq2|skyrl|tunix|areal|prime_rl)[.\w]*"
+    r"|colossalai|fairseq2|skyrl|tunix|areal|prime_rl)[.\w]*"
     r"|(?:megatron|nemo|vllm) \w+)",
     re.MULTILINE,
 )

@@ -15,6 +15,7 @@ from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.generation import Generation
 from peakcast.dialects.common.translation import Notes
+from peakcast.jobs.conventions import makes_whole_logits
 from peakcast.jobs.loss import REFERRING, LossKind
 from peakcast.jobs.spec import TrainingJob
 
@@ -134,25 +135,29 @@ def with_method(
         loss = replace(loss, reference="precomputed" if precomputed else None)
         if generation is not None and generation.refers:
             loss = replace(loss, reference="model" if job.finetuning.method == "full" else "adapter_off")
-        _say_whose_logits(notes, whole_logits, log_softmax)
         if whole_logits:
             options["preference_logits"] = "shifted_log_softmax" if log_softmax else "whole"
     held = generation.other_memory_fraction if generation is not None else 0.0
     job = job.replace(micro_batch_size=size, loss=loss, other_memory_fraction=held)
     job = job.replace(framework_options=FrozenMapping(options))
+    if method.kind in REFERRING:
+        _say_whose_logits(notes, whole_logits, log_softmax, by_release=makes_whole_logits(job))
     kept = {"model": "a frozen copy of the network", "adapter_off": "the network with its adapters switched off"}
     if job.reference in kept:
         notes.assumptions.append(f"the reference of {name} is {kept[job.reference]}.")
     return job
 
 
-def _say_whose_logits(notes: Notes, whole_logits: str, log_softmax: bool) -> None:
+def _say_whose_logits(notes: Notes, whole_logits: str, log_softmax: bool, *, by_release: bool) -> None:
+    """Say how log-probabilities are made. `by_release`: whether from whole logits in the release of trl that is given."""
     if whole_logits:
         releases = "before 0.12" if log_softmax else "0.15 to 1.14"
         notes.unsupported.append(
             f"{whole_logits} takes log-probabilities from whole logits; they are counted as trl {releases} makes them.",
             "loss",
         )
+    elif by_release:
+        notes.assumptions.append("log-probabilities are made from whole logits, as in the release of trl that is given.")
     else:
         notes.assumptions.append(
             "log-probabilities are made without whole logits, as in trl since 1.15; for an older one set versions.trl."

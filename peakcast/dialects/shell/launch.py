@@ -28,7 +28,7 @@ LAUNCHER_SWITCHES = words("""
 """Flags of launchers without a value."""
 CONFIG_FLAGS = ("config", "config_file", "c", "job.config_file", "config-file", "yaml_cfg", "yaml-cfg")
 """Flags with which programs are given their configuration file."""
-_CLIS = ("llamafactory-cli", "axolotl", "tune", "litgpt", "trl", "nemo", "automodel", "megatron", "swift")
+_CLIS = ("llamafactory-cli", "axolotl", "tune", "litgpt", "trl", "nemo", "automodel", "megatron", "swift", "oumi")
 _TRAIN_NOTHING = words("""
     api app chat convert-to-hf deploy download evaluate eval export generate infer inference ls cp merge-lora preprocess
     rollout sample serve vllm-serve web-ui webchat webui
@@ -115,6 +115,8 @@ def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         words = words[words.index("--") + 1 :]
     if words[:3] == ["oumi", "distributed", "torchrun"]:  # a process for each GPU that it finds, unless a flag says
         words = ["torchrun", "--nproc_per_node=gpu", *words[3:]]
+    if words[:3] == ["oumi", "distributed", "accelerate"]:
+        words = words[2:]
     while words and _BEFORE.fullmatch(words[0]):
         words = words[1:]
         while words and (words[0].startswith("-") or "=" in words[0] or words[0].isdigit()):
@@ -156,7 +158,8 @@ def _launch(command: ShellCommand) -> Launch | None:
                 return _program([f"tune run {rest[0]}" if rest else "tune run"], rest[1:], num_gpus, launcher, env)
             verbs = 2 if name == "nemo" else 1  # nemo llm pretrain
             program = " ".join([name, *words[1 : 1 + verbs]])
-            return _program([program], _with_network(program, words[1 + verbs :]), num_gpus, launcher, env)
+            found = _program([program], _with_network(program, words[1 + verbs :]), num_gpus, launcher, env)
+            return replace(found, launched_by=by)
         elif name == "run_train.sh":  # torchtitan's; reads its file and number of GPUs from the environment
             gpus = env.get("NGPU", "8")
             found = _program([name], words[1:], int(gpus) if re.fullmatch(r"[1-9]\d{0,5}", gpus) else None, launcher, env)
