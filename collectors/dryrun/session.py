@@ -102,7 +102,7 @@ class Session:
 
     def _stand_in_for_programs(self) -> None:
         """Replace what the script would start or load: other programs, its children, kernels, pretrained weights."""
-        from peakcast.collectors.dryrun import generation, graphs, lightning_launch, outside, pretrained, rewards
+        from peakcast.collectors.dryrun import generation, graphs, lightning_launch, outside, pretrained, programs, rewards
         from peakcast.collectors.dryrun.children import Children
         from peakcast.collectors.dryrun.kernel_packages import KernelPackages
         from peakcast.collectors.dryrun.lengths import of_rows
@@ -113,6 +113,7 @@ class Session:
         rewards.install(self.notes)
         graphs.install(self.notes)
         Children(self.question).install()
+        programs.install_python(self.question)
         RankCounts(self.question, self.notes).install()
         lightning_launch.install(self.question)
         KernelPackages(self.notes).install()
