@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import math
 import os
@@ -69,7 +68,7 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         },
         "optimizer": _optimizer(steps.optimizers),
         "finetuning": _finetuning(network, config),
-        **_of_transformers(network, config),
+        **_of_transformers(steps, network, config),
         "loss": loss,
         "framework_options": {
             **({"autocast": True} if steps.autocast else {}),
@@ -281,13 +280,12 @@ def _widened(network: torch.nn.Module, config: Any) -> dict[str, bool]:
     return {"norms_in_float32": dtypes[True] == {torch.float32}, "ends_in_float32": dtypes[False] == {torch.float32}}
 
 
-def _of_transformers(network: torch.nn.Module, config: Any) -> dict[str, Any]:
-    """Settings that networks of transformers have as attributes: checkpointing, and the attention kernel."""
+def _of_transformers(steps: ScriptSteps, network: torch.nn.Module, config: Any) -> dict[str, Any]:
+    """Settings that networks of transformers have as attributes: checkpointing as it was when the optimizer stepped (TRL
+    switches it off where it generates), and the attention kernel."""
     found: dict[str, Any] = {}
-    if any(getattr(part, "gradient_checkpointing", False) is True for part in network.modules()):
-        calls = (getattr(part, "_gradient_checkpointing_func", None) for part in network.modules())
-        settings = next((call.keywords for call in calls if isinstance(call, functools.partial)), {})
-        found["activation_checkpointing"] = {"mode": "full", "use_reentrant": bool(settings.get("use_reentrant", False))}
+    if recomputes := steps.checkpointing.get(id(network)):
+        found["activation_checkpointing"] = recomputes
     kernels = getattr(config, "_attn_implementation", None)
     if kernels in ("eager", "sdpa", "flash_attention_2"):
         found["attention"] = kernels

@@ -116,6 +116,8 @@ NAME_GONE = re.compile(r"ImportError: cannot import name '(?P<name>\w+)' from '(
 ATTRIBUTE_GONE = re.compile(r"AttributeError: module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'")
 MEMBER_GONE = re.compile(r"(?P<module>\w+) of (?P<package>\w+ \S+) has no (?P<name>\w+)$")
 ARGUMENT_GONE = re.compile(r"TypeError: (?P<module>[\w.]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'")
+ARGUMENTS_REFUSED = re.compile(r"\S.*: error: \S")
+"""The last line of a program whose arguments its parser refuses (argparse, jsonargparse)."""
 FLAGS_GONE = re.compile(r".*(?:unrecognized arguments: |not used by the HfArgumentParser: )(?P<flags>.+)")
 STANDARD = os.path.join(os.path.dirname(os.__file__), "")
 """The folder of Python's own library; packages are installed below it."""
@@ -131,6 +133,8 @@ def _of_releases(lines: Sequence[str]) -> str:
     last = _last(lines)
     if (found := FLAGS_GONE.match(last)) is not None:
         return f"It does not take {found['flags']}: leave that out, or {ANOTHER_RELEASE}"
+    if ARGUMENTS_REFUSED.match(last) is not None:
+        return "It refuses its arguments, as it would on a GPU: give those that it takes."
     if (found := NAME_GONE.match(last) or ATTRIBUTE_GONE.match(last)) is not None:
         if not _raised_in_library(found.groupdict().get("file") or "/site-packages/"):
             return ""
@@ -270,12 +274,18 @@ def _of_network(lines: Sequence[str]) -> str:
     )
 
 
+STARTS = "raise child_exception_type("
+"""The line of `subprocess` that says why a program could not be started."""
+
+
 def _of_files(lines: Sequence[str]) -> str:
     found = next((match for line in reversed(lines) if (match := ERROR.match(line.strip())) is not None), None)
     if found is None:
         return ""
     path = found["quoted"] or found["bare"].rstrip(".,;:")
     near = lines[-4:]
+    if "/" not in path and any(STARTS in line for line in near):
+        return f"There is no program {path} here: install the package that has it."
     if PurePosixPath(path).name == "config.json":
         return f"{path} is not here; put there that of the network, as the hub has it (a few lines, without weights)."
     suffix = PurePosixPath(path.rstrip("*")).suffix.lower()

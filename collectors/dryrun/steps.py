@@ -13,6 +13,7 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
+from peakcast.collectors.dryrun.checkpointing import checkpointing_of
 from peakcast.collectors.dryrun.evaluation import Evaluations
 from peakcast.collectors.dryrun.lengths import StepLengths
 from peakcast.collectors.dryrun.patience import Patience
@@ -59,6 +60,8 @@ class ScriptSteps:
         """The Trainer whose loop that is."""
         self.ran: set[int] = set()
         """Identities of the modules that ran in training."""
+        self.checkpointing: dict[int, dict[str, Any]] = {}
+        """Identity of a network -> its activation checkpointing when the optimizer stepped."""
         self.keeps_outputs = False
         """Whether what a network returned, beside the loss, still exists when the optimizer steps."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -229,6 +232,7 @@ class ScriptSteps:
         self.tracer.phase = Phase.OPTIMIZER_STEP
         if not self.loop:
             self.loop, self.trainer = _loop()
+        self.checkpointing = {id(one): checkpointing_of(one) for one in self.networks}
         self.keeps_outputs = any(output() is not None for output in self._outputs)
 
     def _step_ended(self, optimizer: Any, *_: Any) -> None:
