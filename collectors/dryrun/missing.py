@@ -212,6 +212,9 @@ def _package_of(file: str) -> str:
     return f"{name}{_version_of(name, file)}" if name else ""
 
 
+OFF_THE_HUB = re.compile(
+    r"\S*OfflineModeIsEnabled: Cannot reach https?://[^/]+/(?:api/)?(?:models/|datasets/)?(?P<name>[\w.-]+/[\w.-]+)"
+)
 NO_NETWORK = re.compile(r"\S*(URLError|ConnectionError|ConnectTimeout|MaxRetryError|ProxyError|gaierror)\b")
 
 
@@ -266,6 +269,11 @@ def _of_programs(lines: Sequence[str]) -> str:
 
 
 def _of_network(lines: Sequence[str]) -> str:
+    if (found := OFF_THE_HUB.match(_last(lines))) is not None:
+        return (
+            f"It downloads files of {found['name']} from the hub by itself, which a dry run does not: have it download "
+            "them once without peakcast, and dry-run it where they are then, or give it a folder that has them."
+        )
     if not any(NO_NETWORK.match(line.strip()) for line in lines):
         return ""
     return (

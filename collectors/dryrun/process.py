@@ -21,6 +21,7 @@ from peakcast.collectors.dryrun import sent_functions, warm
 from peakcast.collectors.dryrun.children import ASKED
 from peakcast.collectors.dryrun.command import TrainingCommand
 from peakcast.collectors.dryrun.missing import hint
+from peakcast.collectors.dryrun.tools import console_module
 from peakcast.collectors.machine.environments import environment_for
 from peakcast.collectors.processes.warm_parent import ENDING_SECONDS
 from peakcast.core.errors import CollectorError, ScriptError
@@ -263,6 +264,7 @@ def _own_line(lines: list[str]) -> str:
     """The script's line that failed, in a sentence, if it is in the traceback and not among the lines that are shown."""
     frames = [(number, found) for number, line in enumerate(lines) if (found := FRAME.match(line)) is not None]
     own = [(number, found) for number, found in frames if not any(part in found["file"] for part in LIBRARIES)]
+    own = [(number, found) for number, found in own if not console_module(found["file"])]  # which no user has written
     if not own or own[-1][0] >= len(lines) - MOST_LINES:
         return ""
     return f"Its own line there is {own[-1][1]['file']}:{own[-1][1]['line']}."
