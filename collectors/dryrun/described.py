@@ -8,17 +8,18 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peakcast.collectors.dryrun.losses import loss_of, packages
+from peakcast.collectors.dryrun.losses import has_head, loss_of, packages
 from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.steps import ScriptSteps
 from peakcast.collectors.dryrun.wrapped import DTYPES, layout, mixed, offloads
+from peakcast.core.units import format_gib
 
 OPTIMIZERS = {
     "adamw": "adamw", "adam": "adam", "sgd": "sgd", "adafactor": "adafactor", "muon": "muon", "lion": "lion",
@@ -33,10 +34,10 @@ or an optimizer come from them."""
 
 @dataclass(frozen=True)
 class Described:
-    """A job's mapping, and the assumptions in it."""
+    """A job's mapping, and sentences on what it cannot say of the script."""
 
     job: dict[str, Any]
-    assumptions: tuple[str, ...]
+    unsaid: tuple[str, ...]
 
 
 def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
@@ -83,7 +84,23 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         "batch": {"shortest_sequence": max(1, parts * min(steps.lengths.of_steps))} if steps.lengths.change else {},
         "allocator": _allocator(),
     }
-    return Described(_told(job), ())
+    return Described(_told(job), tuple(_unsaid(steps, network, config)))
+
+
+def _unsaid(steps: ScriptSteps, network: torch.nn.Module, config: Any) -> Iterator[str]:
+    """What a job cannot say of a `network` of transformers, in words."""
+    if config is None:
+        return
+    whole = next(part for part in network.modules() if hasattr(getattr(part, "config", None), "to_dict"))
+    if not has_head(whole) and not loss_of(steps, network)[0]:
+        yield f"the network is a {type(whole).__name__}, without the logits of all words that a job's network makes"
+    if getattr(config, "is_encoder_decoder", False):
+        yield "its decoder's sequences have a length of their own"
+    if steps.cache_bytes:
+        yield (
+            f"keys and values of all layers stay with the network's outputs until the next forward has returned "
+            f"({format_gib(steps.cache_bytes)}; use_cache=False leaves them out)"
+        )
 
 
 class FunctionalModule(torch.nn.Module):  # type: ignore[misc]

@@ -78,6 +78,8 @@ class RankReport:
     job: Mapping[str, Any]
     """The job that the script turned out to run."""
     findings: tuple[Finding, ...]
+    unsaid: tuple[str, ...]
+    """What the job cannot say of the script, in words."""
     assumptions: tuple[str, ...]
     compiled: bool
     """Whether kernels written by `torch.compile` have run."""
@@ -241,6 +243,7 @@ def _answer(code: int | None, folder: Path, command: TrainingCommand, limits: Dr
         timelines={step: timeline_from_mapping(mapping) for step, mapping in answer["timelines"].items()},
         job=answer["job"],
         findings=tuple(Finding(**finding) for finding in answer["findings"]),
+        unsaid=tuple(answer["unsaid"]),
         assumptions=tuple(answer["assumptions"]),
         evaluated=answer["evaluated"],
         compiled=answer["compiled"],

@@ -191,7 +191,8 @@ class Session:
         answer = {
             "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},
             "job": seen.job,
-            "assumptions": [*seen.assumptions, *evaluated, *peaks],
+            "unsaid": [*seen.unsaid],
+            "assumptions": [*evaluated, *peaks],
             "evaluated": bool(evaluated),
             "compiled": self.steps.tracer.compiled,
             "findings": [finding.to_mapping() for finding in self.notes.findings],
