@@ -85,6 +85,19 @@ def test_rows_say_of_which_kind_a_column_is_and_then_have_it():
     assert rows[1]["answer"] == " ".join(["word"] * 4)
 
 
+def test_a_column_of_which_classes_are_asked_holds_their_numbers_whatever_its_name():
+    pytest.importorskip("datasets.arrow_dataset")
+    import datasets
+
+    from peakcast.collectors.dryrun.synthetic_rows import Rows
+
+    rows = Rows(4, 4, print).made(datasets)
+    names = rows.features["Suggestion Type"].names
+    assert rows.features["Tweet text"].dtype == "string"
+    mapped = rows.map(lambda some: {"named": [names[one] for one in some["Suggestion Type"]]}, batched=True)
+    assert (mapped[0]["named"], mapped[0]["Tweet text"]) == ("0", " ".join(["word"] * 4))
+
+
 def test_any_split_has_rows_with_conversations_answers_and_the_form_of_a_stream():
     pytest.importorskip("datasets.arrow_dataset")
     import datasets
