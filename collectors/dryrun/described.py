@@ -96,11 +96,23 @@ def _unsaid(steps: ScriptSteps, network: torch.nn.Module, config: Any) -> Iterat
         yield f"the network is a {type(whole).__name__}, without the logits of all words that a job's network makes"
     if getattr(config, "is_encoder_decoder", False):
         yield "its decoder's sequences have a length of their own"
+    if beside := _beside(steps, network):
+        yield f"another network runs beside the one that is trained, with weights of {format_gib(beside)}"
     if steps.cache_bytes:
         yield (
             f"keys and values of all layers stay with the network's outputs until the next forward has returned "
             f"({format_gib(steps.cache_bytes)}; use_cache=False leaves them out)"
         )
+
+
+def _beside(steps: ScriptSteps, network: torch.nn.Module) -> int:
+    """Bytes of the weights of networks that are not trained, such as a teacher; 0 if a job names the one that there is, the
+    reference of a preference loss."""
+    if loss_of(steps, network)[0].get("reference") == "model":
+        return 0
+    own = {id(one) for one in network.parameters()}
+    others = {id(one): one for part in steps.networks for one in part.parameters() if not one.requires_grad}
+    return sum(one.nbytes for key, one in others.items() if key not in own)
 
 
 class FunctionalModule(torch.nn.Module):  # type: ignore[misc]

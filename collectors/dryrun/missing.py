@@ -17,7 +17,10 @@ ROWS = "64 rows as long as those that it trains on, with the columns that it rea
 LINES = '64 lines as long as those that it trains on, such as {"text": "word word"}, with the keys that it reads'
 TABLE = "pandas.DataFrame({'text': ['word ' * 2048] * 64})"
 """Code for a small table; the method that writes it is put in place of WRITTEN."""
-WEIGHTS = "weights are read as shapes where from_pretrained reads them; here put a file that torch.save has written of them"
+WEIGHTS = (
+    "a file that torch.save has written of them, for which a network suffices that was made without memory "
+    "(with torch.device('meta'): torch.save(NETWORK.state_dict(), PATH))"
+)
 BY_SUFFIX = {
     ".jsonl": LINES,
     ".json": f"a list of {ROWS} (WRITTEN), or the settings that it is to have",
