@@ -98,6 +98,8 @@ def _unsaid(steps: ScriptSteps, network: torch.nn.Module, config: Any) -> Iterat
         yield "its decoder's sequences have a length of their own"
     if beside := _beside(steps, network):
         yield f"another network runs beside the one that is trained, with weights of {format_gib(beside)}"
+    if steps.output_bytes and steps.loop != "transformers" and _framework(steps, config) not in LOOPS:
+        yield f"the network's outputs stay until the next forward has returned ({format_gib(steps.output_bytes)})"
     if steps.cache_bytes:
         yield (
             f"keys and values of all layers stay with the network's outputs until the next forward has returned "
@@ -205,12 +207,16 @@ def _framework(steps: ScriptSteps, config: Any) -> str:
     return "huggingface" if config is not None and steps.loop else "torch"
 
 
+LOOPS = ("huggingface", "torch")
+"""Frameworks of which a job says what a loop does with a network's outputs."""
+
+
 def _of_the_loop(steps: ScriptSteps, framework: str, config: Any) -> dict[str, bool]:
     """What a loop over a network of transformers does with its outputs, if it is the script's own."""
-    if config is None or framework not in ("huggingface", "torch") or steps.loop == "transformers":
+    if config is None or framework not in LOOPS or steps.loop == "transformers":
         return {}
     own = {"trainer": False} if framework == "huggingface" else {}
-    return {**own, "outputs_dropped": not steps.keeps_outputs}
+    return {**own, "outputs_dropped": not steps.output_bytes}
 
 
 def _versions(steps: ScriptSteps, framework: str) -> dict[str, str]:

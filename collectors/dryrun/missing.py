@@ -18,8 +18,8 @@ LINES = '64 lines as long as those that it trains on, such as {"text": "word wor
 TABLE = "pandas.DataFrame({'text': ['word ' * 2048] * 64})"
 """Code for a small table; the method that writes it is put in place of WRITTEN."""
 WEIGHTS = (
-    "a file that torch.save has written of them, for which a network suffices that was made without memory "
-    "(with torch.device('meta'): torch.save(NETWORK.state_dict(), PATH))"
+    "the weights as torch.save writes them, for which those of a network made without memory will do (under "
+    "torch.device('meta'), torch.save(NETWORK.state_dict(), PATH))"
 )
 BY_SUFFIX = {
     ".jsonl": LINES,

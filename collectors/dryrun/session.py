@@ -64,22 +64,32 @@ class Session:
 
     def _stand_in_for_gpus(self, device: Device, own: torch.device, tracer: Tracer) -> None:
         """Let the process see a node of GPUs of type `device`, whose own one is `own`."""
-        from peakcast.collectors.dryrun import gpu, programs
+        from peakcast.collectors.dryrun import default_types, gpu, programs
         from peakcast.collectors.dryrun.peaks import Peaks
 
         num_gpus = self.question["ranks_per_node"]
         self.peaks = Peaks(tracer)
         gpu.install(device, num_gpus, own, self.peaks)
+        default_types.install()
         programs.install(Path(self.question["folder"]), device, gpu.name_of(device), num_gpus)
 
     def _stand_in_for_files(self) -> None:
         """Give the script files that this machine lacks: data, tokenizers, packages; shorten the reading of large ones."""
-        from peakcast.collectors.dryrun import absent_packages, byte_pieces, byte_tokenizers, quick_imports, token_files
+        from peakcast.collectors.dryrun import (
+            absent_packages,
+            byte_pieces,
+            byte_tokenizers,
+            checked_files,
+            quick_imports,
+            token_files,
+        )
         from peakcast.collectors.dryrun.downloads import Downloads
         from peakcast.collectors.dryrun.lengths import of_rows
 
         quick_imports.install()
-        token_files.TokenFiles(self.overlay, self.notes, of_rows(self.question["lengths"])).install()
+        files = token_files.TokenFiles(self.overlay, self.notes, of_rows(self.question["lengths"]))
+        files.install()
+        checked_files.install(files.stand_in)
         Downloads(self.notes).install()
         byte_tokenizers.install(self.notes)
         byte_pieces.install(self.notes)

@@ -62,8 +62,8 @@ class ScriptSteps:
         """Identities of the modules that ran in training."""
         self.checkpointing: dict[int, dict[str, Any]] = {}
         """Identity of a network -> its activation checkpointing when the optimizer stepped."""
-        self.keeps_outputs = False
-        """Whether what a network returned, beside the loss, still exists when the optimizer steps."""
+        self.output_bytes = 0
+        """Bytes of what a network returned, beside the loss, that still exist when the optimizer steps."""
         self.cache_bytes = 0
         """Bytes of keys and values that a network returned and that still exist when the optimizer steps."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -237,7 +237,7 @@ class ScriptSteps:
         if not self.loop:
             self.loop, self.trainer = _loop()
         self.checkpointing = {id(one): checkpointing_of(one) for one in self.networks}
-        self.keeps_outputs = any(output() is not None for output in self._outputs)
+        self.output_bytes = sum(one.nbytes for output in self._outputs if (one := output()) is not None)
         self.cache_bytes = sum(one.nbytes for kept in self._cached if (one := kept()) is not None)
 
     def _step_ended(self, optimizer: Any, *_: Any) -> None:
