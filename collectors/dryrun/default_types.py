@@ -24,8 +24,9 @@ def _settled(own: Callable[[Any], None]) -> Callable[[Any], None]:
     def set_type(kind: Any) -> None:
         name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
         if (dtype := DTYPES.get(name.rpartition(".")[2])) is None:
-            return own(kind)
-        torch.set_default_dtype(dtype)
-        return torch.set_default_device("cuda" if name.startswith(ON_GPU) else None)
+            own(kind)
+        else:
+            torch.set_default_dtype(dtype)
+            torch.set_default_device("cuda" if name.startswith(ON_GPU) else None)
 
     return set_type

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ class Stand:
                     raise
             else:
                 # if it knows the family but has no file, transformers 5 makes a tokenizer without words
-                if Path(str(name)).is_dir() or not hasattr(fetched, "vocab_size") or len(fetched) > FEWEST_WORDS:
+                if _has_words(Path(str(name))) or not hasattr(fetched, "vocab_size") or len(fetched) > FEWEST_WORDS:
                     return fetched
             self._say(f"the tokenizer of {name} is not in the cache here: one stood in that made a token of each word.")
             made = _words_tokenizer(_of_the_network(name, "vocab_size"), _of_the_network(name, "max_position_embeddings"))
@@ -189,6 +190,11 @@ class Stand:
 
     def _say(self, sentence: str) -> None:
         self.notes.add("script_part_skipped", "command", sentence)
+
+
+def _has_words(folder: Path) -> bool:
+    """Whether `folder` has a tokenizer's file beside the configuration of a network."""
+    return folder.is_dir() and any(OF_WORDS.search(file.name) for file in folder.iterdir())
 
 
 def _names(files: Any) -> list[str]:
@@ -277,6 +283,8 @@ def _dtype_of(name: str) -> str | None:
 
 
 TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "mask_token": "<mask>"}
+OF_WORDS = re.compile(r"^(tokenizer|vocab|merges|spiece|sentencepiece)|\.(model|tiktoken|bpe)$")
+"""Names of files from which tokenizers are made."""
 OF_TOKENIZERS = ("model_max_length", "padding_side", "truncation_side")
 """Settings of tokenizers that scripts give to `from_pretrained`, beside tokens."""
 CHAT_TOKENS = (

@@ -144,6 +144,13 @@ class Rows:
                     self.append(name)
                 return super().__contains__(name)
 
+            def __getitem__(self, index: Any) -> Any:
+                """A script that takes the second column of data has one."""
+                for number in range(len(self), min(index + 1, MOST_COLUMNS) if isinstance(index, int) else 0):
+                    asked.append(f"text_{number}")
+                    self.append(f"text_{number}")
+                return super().__getitem__(index)
+
         def known(rows: Any) -> Any:
             found = features.fget(rows)  # type: ignore[misc]
             return Known(found or {}) if _is_made_up(rows) else found

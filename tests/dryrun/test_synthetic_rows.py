@@ -141,6 +141,25 @@ def test_words_tags_translations_and_images_are_of_their_kind():
     assert [sentence.rpartition(" ")[2] for sentence in said] == ["'test'.", "'validation_matched'."]
 
 
+def test_the_second_of_the_columns_is_there_for_a_script_that_takes_it():
+    """As summarization takes the summary (transformers, `run_summarization.py`)."""
+    pytest.importorskip("datasets.arrow_dataset")
+    import datasets
+
+    from peakcast.collectors.dryrun.synthetic_rows import Rows
+
+    rows = Rows(4, 4, print).made(datasets)
+    names = rows.column_names
+    text, summary = names[0], names[1]
+
+    def pairs(some):
+        return {"both": [*zip(some[text], some[summary], strict=True)]}
+
+    mapped = rows.map(pairs, batched=True, remove_columns=names)
+    assert mapped.column_names == ["both"]
+    assert mapped[0]["both"] == [" ".join(["word"] * 4)] * 2
+
+
 def test_a_script_that_removes_all_columns_removes_those_that_it_reads():
     pytest.importorskip("datasets.arrow_dataset")
     import datasets
