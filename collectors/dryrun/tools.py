@@ -9,7 +9,10 @@ from pathlib import Path
 
 from peakcast.core.bounded import first_bytes, is_file
 
-TOOLS = ("pip", "ensurepip", "venv", "compileall", "multiprocessing", "torch._inductor", "torch.utils", "peakcast")
+TOOLS = (
+    *("pip", "ensurepip", "venv", "compileall", "multiprocessing", "ninja", "cmake"),
+    *("torch._inductor", "torch.utils", "peakcast"),
+)
 """Modules that do not train and are run normally."""
 PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 """Folders of installed packages: `trl sft` starts a file that lies there (trl 1.16 `cli/accelerate_launcher.py`)."""
