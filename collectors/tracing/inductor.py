@@ -192,18 +192,19 @@ def _without_a_gpu() -> None:
     wrapper.__init__ = made
 
 
-OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
-"""Where the code of collectors is."""
+COLLECTORS = os.path.dirname(os.path.dirname(__file__))
+STANDS_IN = tuple(os.path.join(COLLECTORS, folder, "") for folder in ("tracing", "dryrun"))
+"""Folders with the code that stands in for CUDA."""
 
 
 def _without_own_frames(skips: Callable[..., bool]) -> Callable[..., bool]:
-    """Leave code of collectors out of what Dynamo compiles by itself: it stands in for C functions, which have no frames
+    """Leave code of `STANDS_IN` out of what Dynamo compiles by itself: it replaces C functions, which have no frames
     (FSDP1, whose own frames are left out, calls `record_stream`). What compiled code calls is compiled with it."""
 
     @functools.wraps(skips)
     def skipped(one: Any, *arguments: Any, **keywords: Any) -> bool:
         code = getattr(one, "__code__", one)
-        return getattr(code, "co_filename", "").startswith(OWN_FOLDER) or skips(one, *arguments, **keywords)
+        return getattr(code, "co_filename", "").startswith(STANDS_IN) or skips(one, *arguments, **keywords)
 
     return skipped
 
