@@ -285,6 +285,8 @@ def _of_network(lines: Sequence[str]) -> str:
     )
 
 
+WRITTEN = re.compile(r"^.*/peakcast-dryrun-\w+/written(?=/)")
+"""Where a dry run keeps the files that a script writes."""
 STARTS = "raise child_exception_type("
 """The line of `subprocess` that says why a program could not be started."""
 
@@ -293,7 +295,7 @@ def _of_files(lines: Sequence[str]) -> str:
     found = next((match for line in reversed(lines) if (match := ERROR.match(line.strip())) is not None), None)
     if found is None:
         return ""
-    path = found["quoted"] or found["bare"].rstrip(".,;:")
+    path = WRITTEN.sub("", found["quoted"] or found["bare"].rstrip(".,;:"))
     near = lines[-4:]
     if "/" not in path and any(STARTS in line for line in near):
         return f"There is no program {path} here: install the package that has it."

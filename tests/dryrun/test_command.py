@@ -89,6 +89,7 @@ HUB = "https://huggingface.co/api/models/microsoft/phi-2"
         (["usage: train.py [-h]", "train.py: error: argument --bf16: expected one argument"], "refuses its arguments"),
         (["    raise child_exception_type(errno_num)", "FileNotFoundError: [Errno 2] No file: 'trl'"], "no program trl"),
         ([f"huggingface_hub.errors.OfflineModeIsEnabled: Cannot reach {HUB}: offline"], "files of microsoft/phi-2 from"),
+        (["FileNotFoundError: No such file: '/tmp/peakcast-dryrun-a1/written/data/a.pt'"], "/data/a.pt is not here; put"),
         (["KeyError: 'TEXT'"], ""),
     ],
 )
