@@ -150,7 +150,8 @@ def _dtype(parameters: Iterable[torch.Tensor]) -> str:
     for parameter in parameters:
         if parameter.dtype in DTYPES:
             name = DTYPES[parameter.dtype]
-            counts[name] = counts.get(name, 0) + parameter.numel()
+            elements = getattr(parameter, "ds_numel", None) or parameter.numel()  # ZeRO-3 leaves none in what it shards
+            counts[name] = counts.get(name, 0) + elements
     return max(counts, key=counts.__getitem__, default="float32")
 
 

@@ -53,3 +53,14 @@ def test_what_a_job_cannot_say_is_named():
     said = " ".join(peakcast.dryrun(train, "H100-80GB").answer.assumptions)
     assert "the network is a LlamaForSequenceClassification, without the logits of all words" in said
     assert "keys and values of all layers stay with the network's outputs" in said
+
+
+def test_weights_that_zero_3_has_sharded_count_as_if_they_were_whole():
+    """DeepSpeed leaves their parameters without elements, and says how many there are."""
+    import torch
+
+    from peakcast.collectors.dryrun.described import _dtype
+
+    sharded = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
+    sharded.ds_numel = 4096
+    assert _dtype([sharded, torch.nn.Parameter(torch.zeros(64))]) == "bfloat16"
