@@ -159,7 +159,7 @@ class Stand:
                 if _has_words(Path(str(name))) or not hasattr(fetched, "vocab_size") or len(fetched) > FEWEST_WORDS:
                     return fetched
             self._say(f"the tokenizer of {name} is not in the cache here: one stood in that made a token of each word.")
-            made = _words_tokenizer(_of_the_network(name, "vocab_size"), _of_the_network(name, "max_position_embeddings"))
+            made = _words_tokenizer(_of_the_network(name, "vocab_size"), _positions_of(name))
             for setting, value in keywords.items():
                 if value is not None and (setting in OF_TOKENIZERS or setting in TOKENS):
                     setattr(made, setting, value)
@@ -303,6 +303,25 @@ def _of_the_network(name: Any, size: str) -> int:
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         return int(getattr(AutoConfig.from_pretrained(name).get_text_config(), size))
     return 0
+
+
+BEHIND_PADDING = "create_position_ids_from_input_ids"
+"""The function by which networks like RoBERTa give tokens positions behind that of padding (transformers 5.17
+`modeling_roberta.py`)."""
+
+
+def _positions_of(name: Any) -> int:
+    """The number of tokens for which the network called `name` has positions; 0 if that is not known."""
+    import transformers
+    from transformers import AutoConfig
+
+    positions = _of_the_network(name, "max_position_embeddings")
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        family = AutoConfig.from_pretrained(name).model_type.replace("-", "_")
+        code = Path(transformers.__file__).parent / "models" / family / f"modeling_{family}.py"
+        if BEHIND_PADDING in code.read_text(encoding="utf-8"):
+            return positions - _of_the_network(name, "pad_token_id") - 1
+    return positions
 
 
 MOST_WORDS = 2**20

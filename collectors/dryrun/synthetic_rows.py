@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from peakcast.collectors.dryrun import row_choices
 from peakcast.collectors.dryrun.checks import expected_to_contain
 from peakcast.collectors.dryrun.column_kinds import (
     IMAGES,
@@ -79,6 +80,7 @@ class Rows:
         if self._remove is None:
             self._change(module.Dataset)
             self._give_features(module)
+            row_choices.install(module.Dataset, _is_made_up)
         self._prefers = _is_loaded(PREFERENCE)
         columns = ("prompt", "chosen", "rejected") if self._prefers else ("prompt",) if _is_loaded(PROMPTS) else ("text",)
         made_up = module.DatasetInfo(description=MADE_UP)

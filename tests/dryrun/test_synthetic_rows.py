@@ -141,6 +141,24 @@ def test_words_tags_translations_and_images_are_of_their_kind():
     assert [sentence.rpartition(" ")[2] for sentence in said] == ["'test'.", "'validation_matched'."]
 
 
+def test_a_script_that_takes_more_rows_than_stand_in_gets_those():
+    pytest.importorskip("datasets.arrow_dataset")
+    import datasets
+
+    from peakcast.collectors.dryrun.synthetic_rows import NUM_ROWS, Rows
+
+    rows = Rows(4, 4, print).made(datasets)
+    assert len(rows.select(range(100_000))) == NUM_ROWS
+    assert len(rows.select(range(NUM_ROWS, NUM_ROWS + 10))) == 10
+    assert len(rows.skip(100_000)) == NUM_ROWS
+    parts = rows.train_test_split(test_size=2000, shuffle=True, seed=42)
+    assert [len(parts[name]) for name in ("train", "test")] == [NUM_ROWS - NUM_ROWS // 4, NUM_ROWS // 4]
+    assert len(rows.train_test_split(0.1)["train"]) == pytest.approx(0.9 * NUM_ROWS, abs=1)
+    own = datasets.Dataset.from_dict({"text": ["word"] * 8})
+    with pytest.raises(ValueError, match="test_size"):
+        own.train_test_split(test_size=2000)
+
+
 def test_the_second_of_the_columns_is_there_for_a_script_that_takes_it():
     """As summarization takes the summary (transformers, `run_summarization.py`)."""
     pytest.importorskip("datasets.arrow_dataset")
