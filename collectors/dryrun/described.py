@@ -8,18 +8,18 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peakcast.collectors.dryrun.losses import has_head, loss_of, packages
+from peakcast.collectors.dryrun.losses import loss_of, packages
 from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.steps import ScriptSteps
+from peakcast.collectors.dryrun.unsaid import unsaid
 from peakcast.collectors.dryrun.wrapped import DTYPES, layout, mixed, offloads
-from peakcast.core.units import format_gib
 
 OPTIMIZERS = {
     "adamw": "adamw", "adam": "adam", "sgd": "sgd", "adafactor": "adafactor", "muon": "muon", "lion": "lion",
@@ -84,37 +84,8 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         "batch": {"shortest_sequence": max(1, parts * min(steps.lengths.of_steps))} if steps.lengths.change else {},
         "allocator": _allocator(),
     }
-    return Described(_told(job), tuple(_unsaid(steps, network, config)))
-
-
-def _unsaid(steps: ScriptSteps, network: torch.nn.Module, config: Any) -> Iterator[str]:
-    """What a job cannot say of a `network` of transformers, in words."""
-    if config is None:
-        return
-    whole = next(part for part in network.modules() if hasattr(getattr(part, "config", None), "to_dict"))
-    if not has_head(whole) and not loss_of(steps, network)[0]:
-        yield f"the network is a {type(whole).__name__}, without the logits of all words that a job's network makes"
-    if getattr(config, "is_encoder_decoder", False):
-        yield "its decoder's sequences have a length of their own"
-    if beside := _beside(steps, network):
-        yield f"another network runs beside the one that is trained, with weights of {format_gib(beside)}"
-    if steps.output_bytes and steps.loop != "transformers" and _framework(steps, config) not in LOOPS:
-        yield f"the network's outputs stay until the next forward has returned ({format_gib(steps.output_bytes)})"
-    if steps.cache_bytes:
-        yield (
-            f"keys and values of all layers stay with the network's outputs until the next forward has returned "
-            f"({format_gib(steps.cache_bytes)}; use_cache=False leaves them out)"
-        )
-
-
-def _beside(steps: ScriptSteps, network: torch.nn.Module) -> int:
-    """Bytes of the weights of networks that are not trained, such as a teacher; 0 if a job names the one that there is, the
-    reference of a preference loss."""
-    if loss_of(steps, network)[0].get("reference") == "model":
-        return 0
-    own = {id(one) for one in network.parameters()}
-    others = {id(one): one for part in steps.networks for one in part.parameters() if not one.requires_grad}
-    return sum(one.nbytes for key, one in others.items() if key not in own)
+    left_out = unsaid(steps, network, config, adapters=bool(job["finetuning"]), of_loops=framework in LOOPS)
+    return Described(_told(job), tuple(left_out))
 
 
 class FunctionalModule(torch.nn.Module):  # type: ignore[misc]
