@@ -41,7 +41,7 @@ def unsaid(steps: ScriptSteps, network: torch.nn.Module, config: Any, *, adapter
 def _trained_share(network: torch.nn.Module) -> float:
     """The share of the weights of `network` that train."""
     counted = [(getattr(one, "ds_numel", None) or one.numel(), one.requires_grad) for one in network.parameters()]
-    return sum(count for count, trains in counted if trains) / max(1, sum(count for count, _ in counted))
+    return float(sum(count for count, trains in counted if trains) / max(1, sum(count for count, _ in counted)))
 
 
 def _beside(steps: ScriptSteps, network: torch.nn.Module) -> int:
