@@ -1,19 +1,22 @@
-"""Checkpoints in safetensors that a script or its library opens itself: large tensors are read as shapes, from the header
-of the file, so that a checkpoint of any size takes no memory.
+"""Checkpoints that a script or its library opens itself. Of those in safetensors large tensors are read as shapes, from
+the header of the file, so that a checkpoint of any size takes no memory; those that `torch.save` has written may be of a
+network that was made on the device "meta", whose files have no values either.
 
 Source of the format: https://github.com/huggingface/safetensors, README, "Format".
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from peakcast.collectors.tracing.imports import when_imported
 
@@ -36,8 +39,23 @@ def header_of(file: Any) -> Mapping[str, Any]:
 
 
 def install() -> None:
-    """Replace `safetensors.safe_open`, once it is imported."""
+    """Replace `safetensors.safe_open`, once it is imported, and `torch.load`."""
     when_imported("safetensors", _replace)
+    torch.load = _with_memory(torch.load)
+
+
+def _with_memory(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Make tensors without values that a file has lie where a run would load them."""
+
+    @functools.wraps(load)
+    def loaded(file: Any, map_location: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        found = load(file, map_location, *arguments, **keywords)
+        if not any(isinstance(one, torch.Tensor) and one.is_meta for one in tree_leaves(found)):
+            return found
+        place = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
+        return tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device=place) if one.is_meta else one, found)
+
+    return loaded
 
 
 def _replace(module: Any) -> None:

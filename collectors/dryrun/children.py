@@ -3,26 +3,22 @@ answer."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.dryrun.command import TrainingCommand, is_python, read_command
+from peakcast.collectors.dryrun.command import read_command, trains
 from peakcast.core.errors import SpecError
 
 ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "launched", "accelerate")
 """Fields of a command that are passed to the process that runs it."""
-TOOLS = ("pip", "ensurepip", "venv", "compileall", "multiprocessing", "torch._inductor", "torch.utils", "peakcast")
-"""Modules that do not train and are run normally."""
-PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
-"""Folders of installed packages: `trl sft` starts a file that lies there (trl 1.16 `cli/accelerate_launcher.py`)."""
 
 
 class Children:
@@ -37,23 +33,25 @@ class Children:
         begin, execute, execute_with, system = subprocess.Popen.__init__, os.execv, os.execve, os.system
 
         def started(popen: Any, args: Any, *rest: Any, **keywords: Any) -> None:
-            followed = self._instead(_words(args, shell=bool(keywords.get("shell"))))
+            folder = keywords.get("cwd")
+            with contextlib.chdir(folder if folder and os.path.isdir(folder) else "."):
+                followed = self.instead(_words(args, shell=bool(keywords.get("shell"))))
             if followed is not None:
                 args, keywords = followed, {**keywords, "shell": False, "executable": None}
             begin(popen, args, *rest, **keywords)
 
         def became(path: Any, args: Any) -> Any:
-            followed = self._instead(_words(args, shell=False))
+            followed = self.instead(_words(args, shell=False))
             return execute(path, args) if followed is None else execute(followed[0], followed)
 
         def became_with(path: Any, args: Any, environment: Any) -> Any:
-            followed = self._instead(_words(args, shell=False))
+            followed = self.instead(_words(args, shell=False))
             if followed is None:
                 return execute_with(path, args, environment)
             return execute_with(followed[0], followed, environment)
 
         def ran(command: Any) -> int:
-            followed = self._instead(_words(command, shell=True))
+            followed = self.instead(_words(command, shell=True))
             return system(command) if followed is None else subprocess.call(followed) << 8  # in the form of wait(2)
 
         subprocess.Popen.__init__ = started  # type: ignore[method-assign,assignment]
@@ -63,13 +61,13 @@ class Children:
             context: Any = multiprocessing.get_context
             multiprocessing.get_context = lambda method=None: context("fork")  # type: ignore[assignment]
 
-    def _instead(self, words: list[str]) -> list[str] | None:
+    def instead(self, words: list[str]) -> list[str] | None:
         """The command that dry-runs what `words` would run; None if that does not train, judging by its name."""
         try:
             command = read_command(words)
         except SpecError:
             return None
-        if not command.launched and (not is_python(command) or _is_tool(command)):
+        if not trains(command):
             return None
         question = {**self._question, **{field: getattr(command, field) for field in ASKED}, "is_child": True}
         question.pop("function", None)
@@ -89,13 +87,3 @@ def _words(args: Any, *, shell: bool) -> list[str]:
         return ["sh", "-c", text] if shell else [text]
     words = [os.fsdecode(word) for word in args] if isinstance(args, Sequence) else []
     return ["sh", "-c", *words] if shell else words
-
-
-def _is_tool(command: TrainingCommand) -> bool:
-    """Whether `command` runs a module of TOOLS, or a file of the environment that is in none of its packages."""
-    name, packaged = command.script, PACKAGES.split(command.script)
-    if len(packaged) > 1:
-        name = packaged[-1].removesuffix(".py").removesuffix(f"{os.sep}__main__").replace(os.sep, ".")
-    return any(name == tool or name.startswith(f"{tool}.") for tool in TOOLS) or name.startswith(
-        (sys.prefix + os.sep, sys.base_prefix + os.sep)
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from peakcast.collectors.dryrun.file_rows import TURNS, conversation
@@ -82,6 +82,32 @@ def kind(module: Any, name: str) -> Any:
     if name in AUDIO:
         return module.Audio()
     return module.Image() if name in IMAGES else module.Value("string")
+
+
+OF_CLASSES = ("names", "num_classes", "int2str", "str2int")
+"""What only a column of classes has, `datasets.ClassLabel`."""
+
+
+def column_of_classes(module: Any, asked: set[str]) -> Callable[[str], Any]:
+    """A function that gives the kind of a column as `kind` does, but turns a text into classes, whatever its name, once a
+    script reads of it what only those have; its name is then put into `asked`."""
+
+    class TextOrClass(module.Value):  # type: ignore[misc,name-defined]
+        def __getattr__(self, name: str) -> Any:
+            if name not in OF_CLASSES:
+                raise AttributeError(name, name=name, obj=self)
+            asked.add(self.__dict__["column"])
+            return getattr(module.ClassLabel(names=["0", "1"]), name)
+
+    def found(column: str) -> Any:
+        known = kind(module, column)
+        if type(known) is not module.Value:
+            return known
+        either = TextOrClass(known.dtype)
+        either.__dict__["column"] = column
+        return either
+
+    return found
 
 
 @functools.cache

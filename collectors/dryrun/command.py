@@ -9,8 +9,10 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from peakcast.collectors.dryrun.tools import console_module, is_tool
 from peakcast.core.bounded import file_bytes, first_bytes, is_file, yaml_value
 from peakcast.core.errors import SpecError
 from peakcast.dialects.shell.launch import LAUNCHER_SWITCHES, after_wrappers
@@ -179,7 +181,7 @@ def _shell(words: Sequence[str], variables: Sequence[str]) -> TrainingCommand:
     else:
         raise SpecError(f"command: the shell script {words[:1]} is not there.", parameter="command", value=words[:1])
     found, refused = [], ""
-    for command in read_script(_as_started(text, variables), arguments).commands:
+    for command in read_script(_as_started(text, variables), arguments, partial(_sourced, variables=variables)).commands:
         exported = [f"{key}={value}" for key, value in command.env.items()]
         if not command.words[:1] or os.path.basename(command.words[0]) in SHELLS:
             continue
@@ -188,7 +190,8 @@ def _shell(words: Sequence[str], variables: Sequence[str]) -> TrainingCommand:
         except SpecError as error:
             if _begins(command.words[0]):
                 refused = f" ({' '.join(command.words[:3])} ...: {str(error).rstrip('.')}){_unset(text, variables)}"
-    training = [command for command in found if command.launched] or [command for command in found if is_python(command)]
+    surely = [one for one in found if one.launched] or [one for one in found if is_python(one)]
+    training = surely or [one for one in found if trains(one)]
     if not training:
         raise SpecError(
             f"command: {name} starts nothing that trains, as far as it can be read without running it{refused}; put "
@@ -197,6 +200,13 @@ def _shell(words: Sequence[str], variables: Sequence[str]) -> TrainingCommand:
             value=name,
         )
     return training[-1]
+
+
+def _sourced(name: str, variables: Sequence[str]) -> str | None:
+    """The text of a shell script that another one runs, or reads with `source`; None if there is no such file."""
+    if not is_file(name):
+        return None
+    return _as_started(file_bytes(Path(name), 4 * MAX_CHARACTERS).decode(errors="replace"), variables)
 
 
 def _unset(text: str, variables: Sequence[str]) -> str:
@@ -210,6 +220,13 @@ def _unset(text: str, variables: Sequence[str]) -> str:
 def is_python(command: TrainingCommand) -> bool:
     """Whether the command runs Python, judging by its name."""
     return command.as_module or command.script.endswith(SOURCES)
+
+
+def trains(command: TrainingCommand) -> bool:
+    """Whether the command may train, judging by its name: any Python program that is no tool."""
+    if command.launched:
+        return True
+    return (is_python(command) or bool(console_module(command.script))) and not is_tool(command.script)
 
 
 def _interpreter(word: str) -> str:
@@ -261,8 +278,9 @@ def _script(words: Sequence[str]) -> TrainingCommand:
 
 
 def _tool(word: str) -> str:
-    """The file of a package's console script; "" if `word` is none."""
-    tool = shutil.which(word) if word else None
+    """The file of a package's console script, of this environment first; "" if `word` is none."""
+    places = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))
+    tool = shutil.which(word, path=os.pathsep.join(places)) if word else None
     first = first_bytes(Path(tool), 200).split(b"\n")[0] if tool is not None else b""
     return tool if tool is not None and first.startswith(b"#!") and b"python" in first else ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import math
 import os
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from peakcast.collectors.dryrun.losses import loss_of, packages
 from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.steps import ScriptSteps
+from peakcast.collectors.dryrun.unsaid import unsaid
 from peakcast.collectors.dryrun.wrapped import DTYPES, layout, mixed, offloads
 
 OPTIMIZERS = {
@@ -34,10 +34,10 @@ or an optimizer come from them."""
 
 @dataclass(frozen=True)
 class Described:
-    """A job's mapping, and the assumptions in it."""
+    """A job's mapping, and sentences on what it cannot say of the script."""
 
     job: dict[str, Any]
-    assumptions: tuple[str, ...]
+    unsaid: tuple[str, ...]
 
 
 def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
@@ -69,7 +69,7 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         },
         "optimizer": _optimizer(steps.optimizers),
         "finetuning": _finetuning(network, config),
-        **_of_transformers(network, config),
+        **_of_transformers(steps, network, config),
         "loss": loss,
         "framework_options": {
             **({"autocast": True} if steps.autocast else {}),
@@ -84,7 +84,8 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         "batch": {"shortest_sequence": max(1, parts * min(steps.lengths.of_steps))} if steps.lengths.change else {},
         "allocator": _allocator(),
     }
-    return Described(_told(job), ())
+    left_out = unsaid(steps, network, config, adapters=bool(job["finetuning"]), of_loops=framework in LOOPS)
+    return Described(_told(job), tuple(left_out))
 
 
 class FunctionalModule(torch.nn.Module):  # type: ignore[misc]
@@ -120,7 +121,8 @@ def _dtype(parameters: Iterable[torch.Tensor]) -> str:
     for parameter in parameters:
         if parameter.dtype in DTYPES:
             name = DTYPES[parameter.dtype]
-            counts[name] = counts.get(name, 0) + parameter.numel()
+            elements = getattr(parameter, "ds_numel", None) or parameter.numel()  # ZeRO-3 leaves none in what it shards
+            counts[name] = counts.get(name, 0) + elements
     return max(counts, key=counts.__getitem__, default="float32")
 
 
@@ -177,12 +179,16 @@ def _framework(steps: ScriptSteps, config: Any) -> str:
     return "huggingface" if config is not None and steps.loop else "torch"
 
 
+LOOPS = ("huggingface", "torch")
+"""Frameworks of which a job says what a loop does with a network's outputs."""
+
+
 def _of_the_loop(steps: ScriptSteps, framework: str, config: Any) -> dict[str, bool]:
     """What a loop over a network of transformers does with its outputs, if it is the script's own."""
-    if config is None or framework not in ("huggingface", "torch") or steps.loop == "transformers":
+    if config is None or framework not in LOOPS or steps.loop == "transformers":
         return {}
     own = {"trainer": False} if framework == "huggingface" else {}
-    return {**own, "outputs_dropped": not steps.keeps_outputs}
+    return {**own, "outputs_dropped": not steps.output_bytes}
 
 
 def _versions(steps: ScriptSteps, framework: str) -> dict[str, str]:
@@ -281,13 +287,12 @@ def _widened(network: torch.nn.Module, config: Any) -> dict[str, bool]:
     return {"norms_in_float32": dtypes[True] == {torch.float32}, "ends_in_float32": dtypes[False] == {torch.float32}}
 
 
-def _of_transformers(network: torch.nn.Module, config: Any) -> dict[str, Any]:
-    """Settings that networks of transformers have as attributes: checkpointing, and the attention kernel."""
+def _of_transformers(steps: ScriptSteps, network: torch.nn.Module, config: Any) -> dict[str, Any]:
+    """Settings that networks of transformers have as attributes: checkpointing as it was when the optimizer stepped (TRL
+    switches it off where it generates), and the attention kernel."""
     found: dict[str, Any] = {}
-    if any(getattr(part, "gradient_checkpointing", False) is True for part in network.modules()):
-        calls = (getattr(part, "_gradient_checkpointing_func", None) for part in network.modules())
-        settings = next((call.keywords for call in calls if isinstance(call, functools.partial)), {})
-        found["activation_checkpointing"] = {"mode": "full", "use_reentrant": bool(settings.get("use_reentrant", False))}
+    if recomputes := steps.checkpointing.get(id(network)):
+        found["activation_checkpointing"] = recomputes
     kernels = getattr(config, "_attn_implementation", None)
     if kernels in ("eager", "sdpa", "flash_attention_2"):
         found["attention"] = kernels

@@ -55,6 +55,11 @@ def _reference(trainer: Any, kind: str) -> Mapping[str, str]:
     return {"reference": "adapter_off" if compares else "none"}
 
 
+def has_head(network: torch.nn.Module) -> bool:
+    """Whether a network of transformers makes logits of its words."""
+    return any(_head(part) is not None for part in network.modules())
+
+
 def _head(part: torch.nn.Module) -> torch.nn.Module | None:
     """The module that makes the logits of `part`, if that is a network of transformers with such a head."""
     head = getattr(part, "get_output_embeddings", lambda: None)()

@@ -17,7 +17,10 @@ ROWS = "64 rows as long as those that it trains on, with the columns that it rea
 LINES = '64 lines as long as those that it trains on, such as {"text": "word word"}, with the keys that it reads'
 TABLE = "pandas.DataFrame({'text': ['word ' * 2048] * 64})"
 """Code for a small table; the method that writes it is put in place of WRITTEN."""
-WEIGHTS = "weights are read as shapes where from_pretrained reads them; here put a file that torch.save has written of them"
+WEIGHTS = (
+    "the weights as torch.save writes them, for which those of a network made without memory will do (under "
+    "torch.device('meta'), torch.save(NETWORK.state_dict(), PATH))"
+)
 BY_SUFFIX = {
     ".jsonl": LINES,
     ".json": f"a list of {ROWS} (WRITTEN), or the settings that it is to have",
@@ -116,6 +119,8 @@ NAME_GONE = re.compile(r"ImportError: cannot import name '(?P<name>\w+)' from '(
 ATTRIBUTE_GONE = re.compile(r"AttributeError: module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'")
 MEMBER_GONE = re.compile(r"(?P<module>\w+) of (?P<package>\w+ \S+) has no (?P<name>\w+)$")
 ARGUMENT_GONE = re.compile(r"TypeError: (?P<module>[\w.]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'")
+ARGUMENTS_REFUSED = re.compile(r"\S.*: error: \S")
+"""The last line of a program whose arguments its parser refuses (argparse, jsonargparse)."""
 FLAGS_GONE = re.compile(r".*(?:unrecognized arguments: |not used by the HfArgumentParser: )(?P<flags>.+)")
 STANDARD = os.path.join(os.path.dirname(os.__file__), "")
 """The folder of Python's own library; packages are installed below it."""
@@ -131,6 +136,8 @@ def _of_releases(lines: Sequence[str]) -> str:
     last = _last(lines)
     if (found := FLAGS_GONE.match(last)) is not None:
         return f"It does not take {found['flags']}: leave that out, or {ANOTHER_RELEASE}"
+    if ARGUMENTS_REFUSED.match(last) is not None:
+        return "It refuses its arguments, as it would on a GPU: give those that it takes."
     if (found := NAME_GONE.match(last) or ATTRIBUTE_GONE.match(last)) is not None:
         if not _raised_in_library(found.groupdict().get("file") or "/site-packages/"):
             return ""
@@ -208,6 +215,9 @@ def _package_of(file: str) -> str:
     return f"{name}{_version_of(name, file)}" if name else ""
 
 
+OFF_THE_HUB = re.compile(
+    r"\S*OfflineModeIsEnabled: Cannot reach https?://[^/]+/(?:api/)?(?:models/|datasets/)?(?P<name>[\w.-]+/[\w.-]+)"
+)
 NO_NETWORK = re.compile(r"\S*(URLError|ConnectionError|ConnectTimeout|MaxRetryError|ProxyError|gaierror)\b")
 
 
@@ -262,6 +272,11 @@ def _of_programs(lines: Sequence[str]) -> str:
 
 
 def _of_network(lines: Sequence[str]) -> str:
+    if (found := OFF_THE_HUB.match(_last(lines))) is not None:
+        return (
+            f"It downloads files of {found['name']} from the hub by itself, which a dry run does not: have it download "
+            "them once without peakcast, and dry-run it where they are then, or give it a folder that has them."
+        )
     if not any(NO_NETWORK.match(line.strip()) for line in lines):
         return ""
     return (
@@ -270,12 +285,20 @@ def _of_network(lines: Sequence[str]) -> str:
     )
 
 
+WRITTEN = re.compile(r"^.*/peakcast-dryrun-\w+/written(?=/)")
+"""Where a dry run keeps the files that a script writes."""
+STARTS = "raise child_exception_type("
+"""The line of `subprocess` that says why a program could not be started."""
+
+
 def _of_files(lines: Sequence[str]) -> str:
     found = next((match for line in reversed(lines) if (match := ERROR.match(line.strip())) is not None), None)
     if found is None:
         return ""
-    path = found["quoted"] or found["bare"].rstrip(".,;:")
+    path = WRITTEN.sub("", found["quoted"] or found["bare"].rstrip(".,;:"))
     near = lines[-4:]
+    if "/" not in path and any(STARTS in line for line in near):
+        return f"There is no program {path} here: install the package that has it."
     if PurePosixPath(path).name == "config.json":
         return f"{path} is not here; put there that of the network, as the hub has it (a few lines, without weights)."
     suffix = PurePosixPath(path.rstrip("*")).suffix.lower()

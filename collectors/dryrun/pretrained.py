@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +156,10 @@ class Stand:
                     raise
             else:
                 # if it knows the family but has no file, transformers 5 makes a tokenizer without words
-                if Path(str(name)).is_dir() or not hasattr(fetched, "vocab_size") or len(fetched) > FEWEST_WORDS:
+                if _has_words(Path(str(name))) or not hasattr(fetched, "vocab_size") or len(fetched) > FEWEST_WORDS:
                     return fetched
             self._say(f"the tokenizer of {name} is not in the cache here: one stood in that made a token of each word.")
-            made = _words_tokenizer(_of_the_network(name, "vocab_size"), _of_the_network(name, "max_position_embeddings"))
+            made = _words_tokenizer(_of_the_network(name, "vocab_size"), _positions_of(name))
             for setting, value in keywords.items():
                 if value is not None and (setting in OF_TOKENIZERS or setting in TOKENS):
                     setattr(made, setting, value)
@@ -189,6 +190,11 @@ class Stand:
 
     def _say(self, sentence: str) -> None:
         self.notes.add("script_part_skipped", "command", sentence)
+
+
+def _has_words(folder: Path) -> bool:
+    """Whether `folder` has a tokenizer's file beside the configuration of a network."""
+    return folder.is_dir() and any(OF_WORDS.search(file.name) for file in folder.iterdir())
 
 
 def _names(files: Any) -> list[str]:
@@ -277,6 +283,8 @@ def _dtype_of(name: str) -> str | None:
 
 
 TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "mask_token": "<mask>"}
+OF_WORDS = re.compile(r"^(tokenizer|vocab|merges|spiece|sentencepiece)|\.(model|tiktoken|bpe)$")
+"""Names of files from which tokenizers are made."""
 OF_TOKENIZERS = ("model_max_length", "padding_side", "truncation_side")
 """Settings of tokenizers that scripts give to `from_pretrained`, beside tokens."""
 CHAT_TOKENS = (
@@ -295,6 +303,25 @@ def _of_the_network(name: Any, size: str) -> int:
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         return int(getattr(AutoConfig.from_pretrained(name).get_text_config(), size))
     return 0
+
+
+BEHIND_PADDING = "create_position_ids_from_input_ids"
+"""The function by which networks like RoBERTa give tokens positions behind that of padding (transformers 5.17
+`modeling_roberta.py`)."""
+
+
+def _positions_of(name: Any) -> int:
+    """The number of tokens for which the network called `name` has positions; 0 if that is not known."""
+    import transformers
+    from transformers import AutoConfig
+
+    positions = _of_the_network(name, "max_position_embeddings")
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        family = AutoConfig.from_pretrained(name).model_type.replace("-", "_")
+        code = Path(transformers.__file__).parent / "models" / family / f"modeling_{family}.py"
+        if BEHIND_PADDING in code.read_text(encoding="utf-8"):
+            return positions - _of_the_network(name, "pad_token_id") - 1
+    return positions
 
 
 MOST_WORDS = 2**20

@@ -21,6 +21,7 @@ from peakcast.collectors.dryrun import sent_functions, warm
 from peakcast.collectors.dryrun.children import ASKED
 from peakcast.collectors.dryrun.command import TrainingCommand
 from peakcast.collectors.dryrun.missing import hint
+from peakcast.collectors.dryrun.tools import console_module
 from peakcast.collectors.machine.environments import environment_for
 from peakcast.collectors.processes.warm_parent import ENDING_SECONDS
 from peakcast.core.errors import CollectorError, ScriptError
@@ -77,6 +78,8 @@ class RankReport:
     job: Mapping[str, Any]
     """The job that the script turned out to run."""
     findings: tuple[Finding, ...]
+    unsaid: tuple[str, ...]
+    """What the job cannot say of the script, in words."""
     assumptions: tuple[str, ...]
     compiled: bool
     """Whether kernels written by `torch.compile` have run."""
@@ -240,6 +243,7 @@ def _answer(code: int | None, folder: Path, command: TrainingCommand, limits: Dr
         timelines={step: timeline_from_mapping(mapping) for step, mapping in answer["timelines"].items()},
         job=answer["job"],
         findings=tuple(Finding(**finding) for finding in answer["findings"]),
+        unsaid=tuple(answer["unsaid"]),
         assumptions=tuple(answer["assumptions"]),
         evaluated=answer["evaluated"],
         compiled=answer["compiled"],
@@ -263,6 +267,7 @@ def _own_line(lines: list[str]) -> str:
     """The script's line that failed, in a sentence, if it is in the traceback and not among the lines that are shown."""
     frames = [(number, found) for number, line in enumerate(lines) if (found := FRAME.match(line)) is not None]
     own = [(number, found) for number, found in frames if not any(part in found["file"] for part in LIBRARIES)]
+    own = [(number, found) for number, found in own if not console_module(found["file"])]  # which no user has written
     if not own or own[-1][0] >= len(lines) - MOST_LINES:
         return ""
     return f"Its own line there is {own[-1][1]['file']}:{own[-1][1]['line']}."

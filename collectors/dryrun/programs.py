@@ -1,12 +1,19 @@
-"""Replaces `nvidia-smi`, which scripts start to ask about the GPUs, by a program in a folder at the beginning of PATH."""
+"""Replaces programs that scripts and their shells start by others, in a folder at the beginning of PATH: `nvidia-smi`,
+which they ask about the GPUs, and the Python programs of this environment, of which those that train are followed."""
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from peakcast.catalog import Device
+from peakcast.collectors.dryrun.command import LAUNCHERS
+from peakcast.collectors.dryrun.tools import console_module
 
 PROGRAM = """#!{python} -SE
 import sys
@@ -18,6 +25,30 @@ for index in range({count}):
     else:
         print("GPU {{}}: {{}} (UUID: {{}})".format(index, known["name"], known["uuid"]))
 """
+QUESTION = "PEAKCAST_DRYRUN_QUESTION"
+"""Variable that tells stand-ins the file with the question of the script that has started them, or their shell."""
+STAND_IN = """#!/bin/sh
+exec {python} -P -m peakcast.collectors.dryrun.started "${{{variable}:-{question}}}" "${{0##*/}}" "$@"
+"""
+"""A program that knows by its name which one it stands in for."""
+
+
+def install_python(question: Mapping[str, Any]) -> None:
+    """Make shells that the script of `question` starts find Python and the launchers, which may be in an environment that
+    is not on PATH, and follow what trains, as if the script had started it."""
+    folder = Path(question["folder"])
+    asked, first = folder / f"question-of-{os.getpid()}.json", folder / "bin" / "python"
+    asked.write_text(json.dumps(dict(question)), encoding="utf-8")
+    os.environ[QUESTION] = str(asked)
+    if first.exists():  # made by the script that started this one
+        return
+    first.parent.mkdir(exist_ok=True)
+    program = STAND_IN.format(python=shlex.quote(sys.executable), variable=QUESTION, question=asked)
+    first.write_text(program, encoding="utf-8")
+    first.chmod(0o755)
+    own = (path.name for path in Path(sys.executable).parent.iterdir() if console_module(str(path)))
+    for name in {"python3", f"python3.{sys.version_info.minor}", *LAUNCHERS, *own}:
+        (first.parent / name).symlink_to(first)
 
 
 def install(folder: Path, device: Device, name: str, num_gpus: int) -> None:

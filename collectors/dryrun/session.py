@@ -64,22 +64,32 @@ class Session:
 
     def _stand_in_for_gpus(self, device: Device, own: torch.device, tracer: Tracer) -> None:
         """Let the process see a node of GPUs of type `device`, whose own one is `own`."""
-        from peakcast.collectors.dryrun import gpu, programs
+        from peakcast.collectors.dryrun import default_types, gpu, programs
         from peakcast.collectors.dryrun.peaks import Peaks
 
         num_gpus = self.question["ranks_per_node"]
         self.peaks = Peaks(tracer)
         gpu.install(device, num_gpus, own, self.peaks)
+        default_types.install()
         programs.install(Path(self.question["folder"]), device, gpu.name_of(device), num_gpus)
 
     def _stand_in_for_files(self) -> None:
         """Give the script files that this machine lacks: data, tokenizers, packages; shorten the reading of large ones."""
-        from peakcast.collectors.dryrun import absent_packages, byte_pieces, byte_tokenizers, quick_imports, token_files
+        from peakcast.collectors.dryrun import (
+            absent_packages,
+            byte_pieces,
+            byte_tokenizers,
+            checked_files,
+            quick_imports,
+            token_files,
+        )
         from peakcast.collectors.dryrun.downloads import Downloads
         from peakcast.collectors.dryrun.lengths import of_rows
 
         quick_imports.install()
-        token_files.TokenFiles(self.overlay, self.notes, of_rows(self.question["lengths"])).install()
+        files = token_files.TokenFiles(self.overlay, self.notes, of_rows(self.question["lengths"]))
+        files.install()
+        checked_files.install(files.stand_in)
         Downloads(self.notes).install()
         byte_tokenizers.install(self.notes)
         byte_pieces.install(self.notes)
@@ -102,7 +112,7 @@ class Session:
 
     def _stand_in_for_programs(self) -> None:
         """Replace what the script would start or load: other programs, its children, kernels, pretrained weights."""
-        from peakcast.collectors.dryrun import generation, graphs, lightning_launch, outside, pretrained, rewards
+        from peakcast.collectors.dryrun import generation, graphs, lightning_launch, outside, pretrained, programs, rewards
         from peakcast.collectors.dryrun.children import Children
         from peakcast.collectors.dryrun.kernel_packages import KernelPackages
         from peakcast.collectors.dryrun.lengths import of_rows
@@ -113,6 +123,7 @@ class Session:
         rewards.install(self.notes)
         graphs.install(self.notes)
         Children(self.question).install()
+        programs.install_python(self.question)
         RankCounts(self.question, self.notes).install()
         lightning_launch.install(self.question)
         KernelPackages(self.notes).install()
@@ -190,7 +201,8 @@ class Session:
         answer = {
             "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},
             "job": seen.job,
-            "assumptions": [*seen.assumptions, *evaluated, *peaks],
+            "unsaid": [*seen.unsaid],
+            "assumptions": [*evaluated, *peaks],
             "evaluated": bool(evaluated),
             "compiled": self.steps.tracer.compiled,
             "findings": [finding.to_mapping() for finding in self.notes.findings],

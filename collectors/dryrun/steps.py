@@ -13,6 +13,7 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
+from peakcast.collectors.dryrun.attributes import cached_tensors, checkpointing_of
 from peakcast.collectors.dryrun.evaluation import Evaluations
 from peakcast.collectors.dryrun.lengths import StepLengths
 from peakcast.collectors.dryrun.patience import Patience
@@ -59,9 +60,14 @@ class ScriptSteps:
         """The Trainer whose loop that is."""
         self.ran: set[int] = set()
         """Identities of the modules that ran in training."""
-        self.keeps_outputs = False
-        """Whether what a network returned, beside the loss, still exists when the optimizer steps."""
+        self.checkpointing: dict[int, dict[str, Any]] = {}
+        """Identity of a network -> its activation checkpointing when the optimizer stepped."""
+        self.output_bytes = 0
+        """Bytes of what a network returned, beside the loss, that still exist when the optimizer steps."""
+        self.cache_bytes = 0
+        """Bytes of keys and values that a network returned and that still exist when the optimizer steps."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
+        self._cached: list[weakref.ref[torch.Tensor]] = []
         self._enough = enough
         self._widest = 0
         """Length of the vectors of the embedding from which `tokens` are."""
@@ -188,6 +194,7 @@ class ScriptSteps:
             if self._depth == 0 and torch.is_grad_enabled() and not inside_backward():
                 tensors = outputs.values() if isinstance(outputs, dict) else outputs if isinstance(outputs, tuple) else ()
                 self._outputs = [weakref.ref(one) for one in tensors if isinstance(one, torch.Tensor) and one.ndim > 1]
+                self._cached = [weakref.ref(one) for one in cached_tensors(outputs)]
 
     def _meet(self, network: torch.nn.Module) -> None:
         """Give its modules and parameters names."""
@@ -229,7 +236,9 @@ class ScriptSteps:
         self.tracer.phase = Phase.OPTIMIZER_STEP
         if not self.loop:
             self.loop, self.trainer = _loop()
-        self.keeps_outputs = any(output() is not None for output in self._outputs)
+        self.checkpointing = {id(one): checkpointing_of(one) for one in self.networks}
+        self.output_bytes = sum(one.nbytes for output in self._outputs if (one := output()) is not None)
+        self.cache_bytes = sum(one.nbytes for kept in self._cached if (one := kept()) is not None)
 
     def _step_ended(self, optimizer: Any, *_: Any) -> None:
         for parameter, state in optimizer.state.items():

@@ -9,8 +9,17 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from peakcast.collectors.dryrun import row_choices
 from peakcast.collectors.dryrun.checks import expected_to_contain
-from peakcast.collectors.dryrun.column_kinds import IMAGES, LANGUAGE, TRANSLATION, is_listed, kind, values
+from peakcast.collectors.dryrun.column_kinds import (
+    IMAGES,
+    LANGUAGE,
+    TRANSLATION,
+    column_of_classes,
+    is_listed,
+    kind,
+    values,
+)
 from peakcast.collectors.dryrun.lengths import drawn
 
 NUM_ROWS = 512
@@ -40,6 +49,8 @@ class Rows:
         self._remove: Any = None
         self._asked: list[str] = []
         """Columns of whose kind the script has asked."""
+        self._classes: set[str] = set()
+        """Columns of whose classes the script has asked, which hold numbers."""
         self._prefers = False
         self._languages: list[str] = []
         """Languages of the translations that the script has asked for."""
@@ -69,6 +80,7 @@ class Rows:
         if self._remove is None:
             self._change(module.Dataset)
             self._give_features(module)
+            row_choices.install(module.Dataset, _is_made_up)
         self._prefers = _is_loaded(PREFERENCE)
         columns = ("prompt", "chosen", "rejected") if self._prefers else ("prompt",) if _is_loaded(PROMPTS) else ("text",)
         made_up = module.DatasetInfo(description=MADE_UP)
@@ -80,6 +92,8 @@ class Rows:
         return self._values(column, NUM_ROWS)
 
     def _values(self, column: str, count: int) -> list[Any]:
+        if column in self._classes:
+            return [0] * count
         lengths = drawn(self.shortest, self.longest, count)
         if self._prefers:  # a prompt and an answer, with the tokens that a trainer puts around them, are one sequence
             prompt = column == "prompt"
@@ -113,6 +127,7 @@ class Rows:
         """Make rows answer of which kind any column is, and that they have words, tags and translations. The column is
         added when rows are mapped."""
         rows_kind, asked = module.Dataset, self._asked
+        text_or_class = column_of_classes(module, self._classes)
         features: property = rows_kind.features
         columns: property = rows_kind.column_names
         self._kind = functools.partial(kind, module)
@@ -120,7 +135,7 @@ class Rows:
         class Known(module.Features):  # type: ignore[misc,name-defined]
             def __missing__(self, name: str) -> Any:
                 asked.append(name)
-                return kind(module, name)
+                return text_or_class(name)
 
         class Columns(_Columns):
             def __contains__(self, name: object) -> bool:
@@ -130,6 +145,13 @@ class Rows:
                     asked.append(name)
                     self.append(name)
                 return super().__contains__(name)
+
+            def __getitem__(self, index: Any) -> Any:
+                """A script that takes the second column of data has one."""
+                for number in range(len(self), min(index + 1, MOST_COLUMNS) if isinstance(index, int) else 0):
+                    asked.append(f"text_{number}")
+                    self.append(f"text_{number}")
+                return super().__getitem__(index)
 
         def known(rows: Any) -> Any:
             found = features.fget(rows)  # type: ignore[misc]

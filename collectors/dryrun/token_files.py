@@ -134,6 +134,11 @@ class TokenFiles:
         for split in SPLITS if suffix is not None else ():
             self._make_if_asked(os.path.join(folder, f"{split}_{0:06d}{suffix}"))
 
+    def stand_in(self, path: Any) -> bool:
+        """Make the file at `path`, for which the script itself has looked. Returns whether it is of a kind that is made, or
+        a model of sentencepiece, for which something stands in where it is loaded."""
+        return os.fsdecode(path).endswith(".model") or self._make_if_asked(path)
+
     def _make_if_asked(self, path: Any) -> bool:
         """Make `path` if the script reads it as a token file. Returns whether the file was made."""
         kind = _kind(os.fsdecode(path)) if isinstance(path, (str, os.PathLike)) else ""

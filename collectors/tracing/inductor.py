@@ -142,6 +142,7 @@ def load() -> None:
 
 
 def _install(tracer: Tracer) -> None:
+    from torch._dynamo import trace_rules
     from torch._dynamo.convert_frame import CatchErrorsWrapper
     from torch._functorch._aot_autograd import runtime_wrappers
     from torch._inductor import async_compile, config, scheduler, select_algorithm
@@ -169,6 +170,7 @@ def _install(tracer: Tracer) -> None:
     select_algorithm.PyCodeCache = types.SimpleNamespace(  # type: ignore[assignment,misc]
         load=lambda code, extra, **_: types.SimpleNamespace(__file__="", key="")
     )
+    trace_rules.check = _without_own_frames(trace_rules.check)
     CatchErrorsWrapper.__call__ = _unseen(CatchErrorsWrapper.__call__)  # type: ignore[method-assign]
     if (backward := getattr(runtime_wrappers, "_AutogradBackwardCompiler", None)) is not None:  # from torch 2.12 on
         backward.get_or_compile = _unseen(backward.get_or_compile)
@@ -188,6 +190,23 @@ def _without_a_gpu() -> None:
         self.config.update(NEED_A_GPU)
 
     wrapper.__init__ = made
+
+
+COLLECTORS = os.path.dirname(os.path.dirname(__file__))
+STANDS_IN = tuple(os.path.join(COLLECTORS, folder, "") for folder in ("tracing", "dryrun"))
+"""Folders with the code that stands in for CUDA."""
+
+
+def _without_own_frames(skips: Callable[..., bool]) -> Callable[..., bool]:
+    """Leave code of `STANDS_IN` out of what Dynamo compiles by itself: it replaces C functions, which have no frames
+    (FSDP1, whose own frames are left out, calls `record_stream`). What compiled code calls is compiled with it."""
+
+    @functools.wraps(skips)
+    def skipped(one: Any, *arguments: Any, **keywords: Any) -> bool:
+        code = getattr(one, "__code__", one)
+        return getattr(code, "co_filename", "").startswith(STANDS_IN) or skips(one, *arguments, **keywords)
+
+    return skipped
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -182,7 +182,7 @@ def answered(
         assumptions=(*_said(seen), *found.assumptions),
         advise=partial(_advice, job, device, rank, differs, found.peak_allocated_bytes.point),
         not_modelled=tuple(gap.removeprefix("evaluation, " if seen.evaluated else "") for gap in found.not_modelled),
-        found=ordered((*found.found, *_few_steps(seen), *_not_the_run(differs))),
+        found=ordered((*found.found, *_few_steps(seen), *_not_the_run(differs, seen.unsaid))),
     )
 
 
@@ -214,13 +214,14 @@ def _advice(job: TrainingJob, device: Device, rank: int, differs: float | None, 
     return ()
 
 
-def _not_the_run(differs: float | None) -> tuple[Finding, ...]:
-    """What to know before asking `predict` about the job that was seen."""
+def _not_the_run(differs: float | None, unsaid: tuple[str, ...]) -> tuple[Finding, ...]:
+    """What to know before asking `predict` about the job that was seen, which leaves `unsaid` what it cannot say."""
     if differs is None or abs(differs) <= DESCRIBED:
         return ()
     sentence = (
         f"the script does something that a job cannot say: predict expects {abs(differs):.0%} "
-        f"{'more' if differs > 0 else 'less'} for the job of this answer, whose own numbers are those of the script."
+        f"{'more' if differs > 0 else 'less'} for the job of this answer, whose own numbers are those of the script"
+        f"{': ' if unsaid else ''}{'; '.join(unsaid)}."
     )
     return (Finding("job_differs", "command", "either", sentence),)
 
@@ -228,7 +229,8 @@ def _not_the_run(differs: float | None) -> tuple[Finding, ...]:
 def _said(seen: RankReport) -> tuple[str, ...]:
     release = seen.job.get("versions", {}).get("torch", "")
     under = f" under torch {release}, the release here" if release else ""
-    said = (*seen.assumptions, f"tensors are those of the script{under}; the values of tensors on the GPU were not known.")
+    own = (*(f"its job does not say that {one}." for one in seen.unsaid), *seen.assumptions)
+    said = (*own, f"tensors are those of the script{under}; the values of tensors on the GPU were not known.")
     lengths = seen.job.get("batch", {}).get("shortest_sequence")
     if lengths is None:
         return said

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import peakcast
 from peakcast.collectors.dryrun.checkpoints import REAL_BYTES, OpenCheckpoint
 
+WIDTH = 4096
 safetensors = pytest.importorskip("safetensors.torch")
 
 
@@ -41,3 +43,27 @@ def test_tensors_are_those_that_were_saved(tensors, tmp_path):
 def test_a_file_without_a_header_has_no_tensors(tmp_path):
     (tmp_path / "empty.safetensors").write_bytes(b"")
     assert OpenCheckpoint(tmp_path / "empty.safetensors", "cpu").keys() == []
+
+
+def test_a_file_without_values_lies_where_a_run_would_load_it(tmp_path, of_tensors):
+    """It has the shapes of a network of any size in a few hundred bytes."""
+    with torch.device("meta"):
+        torch.save({"model": torch.nn.Linear(WIDTH, WIDTH, bias=False).state_dict(), "step": 3}, tmp_path / "weights.pth")
+    assert (tmp_path / "weights.pth").stat().st_size < 2**12
+    path, width = str(tmp_path / "weights.pth"), WIDTH
+
+    def train():
+        import torch
+
+        held = torch.load(path, map_location="cuda")
+        model = torch.nn.Linear(width, width, bias=False).cuda()
+        model.load_state_dict(held["model"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1 / held["step"])
+        for _ in range(3):
+            model(torch.ones(1, width, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = peakcast.dryrun(train, "H100-80GB").timelines["steady"]
+    # what the file has, the network and its gradients
+    assert of_tensors(found).peak().num_bytes == pytest.approx(3 * 4 * WIDTH**2, rel=0.02)

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from peakcast.collectors.dryrun import ranks
-from peakcast.collectors.dryrun.children import _is_tool
-from peakcast.collectors.dryrun.command import read_command
+from peakcast.collectors.dryrun.command import read_command, trains
 from peakcast.collectors.dryrun.process import _wait
 from peakcast.collectors.dryrun.rank_counts import start_one_rank
+from peakcast.collectors.dryrun.tools import is_tool as named_a_tool
 from peakcast.core.errors import SpecError
 from peakcast.doors.dryrunning import dryrun
 
@@ -80,7 +80,27 @@ def test_a_file_of_an_installed_package_may_train(path, is_tool, tmp_path, monke
     file = tmp_path / path
     file.parent.mkdir(parents=True)
     file.touch()
-    assert _is_tool(read_command(["python", str(file)])) == is_tool
+    assert named_a_tool(str(file)) == is_tool
+
+
+CONSOLE_SCRIPT = "#!{python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
+
+
+@pytest.mark.parametrize(("module", "may_train"), [("trl.cli", True), ("pip._internal.cli.main", False)])
+def test_a_console_script_of_a_package_may_train(module, may_train, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    program = tmp_path / "program"
+    program.write_text(CONSOLE_SCRIPT.format(python=sys.executable, module=module))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert trains(read_command(["program", "sft"])) == may_train
+    script = tmp_path / "train.sh"
+    script.write_text("program sft\n")
+    if may_train:
+        assert read_command(["bash", str(script)]).script == str(program)
+    else:
+        with pytest.raises(SpecError, match="starts nothing that trains"):
+            read_command(["bash", str(script)])
 
 
 @pytest.mark.parametrize("program", [("-u", "train.py", "-u", "8"), ("-u", "-m", "train", "-u", "8")])
@@ -144,6 +164,40 @@ def test_a_shell_script_is_read_and_its_training_command_followed(train, tmp_pat
         command = read_command(words)
         assert (command.script, command.arguments) == (train, ("--width", "256"))
         assert (command.world_size, command.environment) == (8, ("RATE=0.5",))
+
+
+def test_shell_scripts_that_another_one_runs_or_sources_are_read(train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sizes.sh").write_text("export GPUS=4\n")
+    (tmp_path / "inner.sh").write_text(f"accelerate launch --num_processes $GPUS {train} --width $1\n")
+    (tmp_path / "outer.sh").write_text("source sizes.sh\nbash inner.sh 256\n")
+    for words in (["bash", "outer.sh"], ["sh", "-c", "bash outer.sh"]):
+        command = read_command(words)
+        assert (command.script, command.arguments, command.world_size) == (train, ("--width", "256"), 4)
+
+
+SHELL = """
+COMMAND=$(cat command.txt)
+[ "$(python -c 'print(6 * 7)')" = 42 ] || exit 1
+$COMMAND
+"""
+"""A shell's script that cannot be read, since what it starts is in a file: it runs."""
+
+
+@pytest.mark.slow
+def test_what_a_running_shell_starts_is_followed_without_the_environment_on_path(train, tmp_path, monkeypatch):
+    folder = tmp_path / "below"
+    folder.mkdir()
+    (folder / "command.txt").write_text(f"torchrun --nproc-per-node 4 {train} --width 256")
+    (folder / "train.sh").write_text(SHELL)
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text("import subprocess\nsubprocess.run(['bash', 'train.sh'], cwd='below', check=True)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    found = dryrun(["python", str(wrapper)], "A100-80GB", timeout_seconds=90)
+    assert found.steps == 3
+    assert found.answer.composition["parameters"] == pytest.approx(257 * 256 * 4, rel=0.01)
+    assert sorted(path.name for path in folder.iterdir()) == ["command.txt", "train.sh"]
 
 
 def test_a_shell_script_that_trains_nothing_is_refused(tmp_path):

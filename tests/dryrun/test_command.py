@@ -75,6 +75,9 @@ def test_two_dashes_after_a_launchers_script_are_the_launchers():
     assert read_command(["python", "-m", "package.train", "--", "--depth"]).arguments == ("--", "--depth")
 
 
+HUB = "https://huggingface.co/api/models/microsoft/phi-2"
+
+
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
@@ -83,6 +86,10 @@ def test_two_dashes_after_a_launchers_script_are_the_launchers():
         (["RuntimeError: Failed to import it because of:", "No module named 'flash_attn.ops'"], "pip install flash-attn"),
         (['  data = os.environ["DATA_DIR"]', "KeyError: 'DATA_DIR'"], "put DATA_DIR=... before the command"),
         (["EOFError: EOF when reading a line"], "reads from standard input"),
+        (["usage: train.py [-h]", "train.py: error: argument --bf16: expected one argument"], "refuses its arguments"),
+        (["    raise child_exception_type(errno_num)", "FileNotFoundError: [Errno 2] No file: 'trl'"], "no program trl"),
+        ([f"huggingface_hub.errors.OfflineModeIsEnabled: Cannot reach {HUB}: offline"], "files of microsoft/phi-2 from"),
+        (["FileNotFoundError: No such file: '/tmp/peakcast-dryrun-a1/written/data/a.pt'"], "/data/a.pt is not here; put"),
         (["KeyError: 'TEXT'"], ""),
     ],
 )
@@ -349,13 +356,16 @@ def test_operators_and_extensions_that_cannot_be_followed_are_named(last, says):
     assert says in hint(['  File "train.py", line 7, in <module>', "    f(x)", last])
 
 
-def test_the_script_s_own_line_is_named_where_a_long_traceback_hides_it():
+def test_the_script_s_own_line_is_named_where_a_long_traceback_hides_it(tmp_path):
     from peakcast.collectors.dryrun.process import MOST_LINES, _own_line
 
     own, library = '  File "train.py", line 7, in <module>', '  File "/v/lib/python3.11/site-packages/a.py", line 1, in f'
     assert _own_line([own, *[library] * MOST_LINES, "ValueError: x"]) == "Its own line there is train.py:7."
     assert _own_line([own, library, "ValueError: x"]) == ""
     assert _own_line([library] * 40) == ""
+    program = tmp_path / "litgpt"
+    program.write_text("#!/usr/bin/python\nimport sys\nfrom litgpt.__main__ import main\nsys.exit(main())\n")
+    assert _own_line([f'  File "{program}", line 4, in <module>', *[library] * MOST_LINES, "ValueError: x"]) == ""
 
 
 def test_the_path_of_a_command_is_beside_that_of_peakcast():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import sys
+import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +45,40 @@ def test_folders_texts_and_notebook_lines(tmp_path, monkeypatch):
     said = " ".join(finding.sentence for finding in found.answer.findings)
     assert "train_*.npy is not here" in said
     assert "input.txt is not here" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_files_that_a_script_refuses_to_run_without_are_there_if_something_stands_in(tmp_path, monkeypatch):
+    import peakcast
+
+    monkeypatch.chdir(tmp_path)
+
+    def train():
+        import os
+        from pathlib import Path
+
+        import torch
+
+        assert os.path.isfile("./tokenizer.model"), "no tokenizer"
+        if not Path("data/train.bin").exists():
+            raise FileNotFoundError("run prepare.py first")
+        assert os.path.getsize("data/train.bin") > 2**20
+        assert not os.path.exists("data/val.bin")  # what is not asked for stays away
+        found = os.path.exists("weights.pth")
+        assert not found
+        torch.set_default_tensor_type(torch.cuda.HalfTensor)
+        model = torch.nn.Linear(64, 64)
+        torch.set_default_tensor_type("torch.FloatTensor")
+        assert (model.weight.device.type, model.weight.dtype) == ("cuda", torch.float16)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            model(torch.ones(8, 64).half().cuda()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(inspect.getsource(train)) + "\n\ntrain()\n")
+    assert peakcast.dryrun([sys.executable, "train.py"], "H100-80GB").steps == 3
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 

@@ -85,6 +85,19 @@ def test_rows_say_of_which_kind_a_column_is_and_then_have_it():
     assert rows[1]["answer"] == " ".join(["word"] * 4)
 
 
+def test_a_column_of_which_classes_are_asked_holds_their_numbers_whatever_its_name():
+    pytest.importorskip("datasets.arrow_dataset")
+    import datasets
+
+    from peakcast.collectors.dryrun.synthetic_rows import Rows
+
+    rows = Rows(4, 4, print).made(datasets)
+    names = rows.features["Suggestion Type"].names
+    assert rows.features["Tweet text"].dtype == "string"
+    mapped = rows.map(lambda some: {"named": [names[one] for one in some["Suggestion Type"]]}, batched=True)
+    assert (mapped[0]["named"], mapped[0]["Tweet text"]) == ("0", " ".join(["word"] * 4))
+
+
 def test_any_split_has_rows_with_conversations_answers_and_the_form_of_a_stream():
     pytest.importorskip("datasets.arrow_dataset")
     import datasets
@@ -126,6 +139,43 @@ def test_words_tags_translations_and_images_are_of_their_kind():
     assert [row["prompt"] for row in rows.__getitems__([0, 1])] == ["word word word word"] * 2
     found["validation_matched"]
     assert [sentence.rpartition(" ")[2] for sentence in said] == ["'test'.", "'validation_matched'."]
+
+
+def test_a_script_that_takes_more_rows_than_stand_in_gets_those():
+    pytest.importorskip("datasets.arrow_dataset")
+    import datasets
+
+    from peakcast.collectors.dryrun.synthetic_rows import NUM_ROWS, Rows
+
+    rows = Rows(4, 4, print).made(datasets)
+    assert len(rows.select(range(100_000))) == NUM_ROWS
+    assert len(rows.select(range(NUM_ROWS, NUM_ROWS + 10))) == 10
+    assert len(rows.skip(100_000)) == NUM_ROWS
+    parts = rows.train_test_split(test_size=2000, shuffle=True, seed=42)
+    assert [len(parts[name]) for name in ("train", "test")] == [NUM_ROWS - NUM_ROWS // 4, NUM_ROWS // 4]
+    assert len(rows.train_test_split(0.1)["train"]) == pytest.approx(0.9 * NUM_ROWS, abs=1)
+    own = datasets.Dataset.from_dict({"text": ["word"] * 8})
+    with pytest.raises(ValueError, match="test_size"):
+        own.train_test_split(test_size=2000)
+
+
+def test_the_second_of_the_columns_is_there_for_a_script_that_takes_it():
+    """As summarization takes the summary (transformers, `run_summarization.py`)."""
+    pytest.importorskip("datasets.arrow_dataset")
+    import datasets
+
+    from peakcast.collectors.dryrun.synthetic_rows import Rows
+
+    rows = Rows(4, 4, print).made(datasets)
+    names = rows.column_names
+    text, summary = names[0], names[1]
+
+    def pairs(some):
+        return {"both": [*zip(some[text], some[summary], strict=True)]}
+
+    mapped = rows.map(pairs, batched=True, remove_columns=names)
+    assert mapped.column_names == ["both"]
+    assert mapped[0]["both"] == [" ".join(["word"] * 4)] * 2
 
 
 def test_a_script_that_removes_all_columns_removes_those_that_it_reads():

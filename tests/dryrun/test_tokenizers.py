@@ -42,6 +42,39 @@ def test_a_tokenizer_that_stands_in_has_the_settings_that_it_is_asked_for(monkey
     assert said
 
 
+@pytest.mark.parametrize(("family", "positions"), [("roberta", 512), ("bert", 514)])
+def test_networks_that_count_positions_from_behind_padding_have_fewer(family, positions, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from peakcast.collectors.dryrun.pretrained import _positions_of
+
+    config = transformers.AutoConfig.for_model(family, max_position_embeddings=514, pad_token_id=1)
+    config.save_pretrained(tmp_path)
+    assert _positions_of(tmp_path) == positions
+
+
+@pytest.mark.parametrize(("file", "stands_in"), [("config.json", True), ("tokenizer.json", False)])
+def test_a_folder_with_a_configuration_alone_has_no_tokenizer(file, stands_in, tmp_path):
+    """transformers 5 makes one without words of it, to which a long text is a few tokens."""
+    pytest.importorskip("transformers")
+    from peakcast.collectors.dryrun.pretrained import Stand
+
+    (tmp_path / file).write_text("{}")
+
+    class Wordless:
+        vocab_size = 5
+
+        def __len__(self):
+            return 5
+
+        @classmethod
+        def from_pretrained(cls, name, **_):
+            return cls()
+
+    said = []
+    Stand._in_auto(SimpleNamespace(_say=said.append), Wordless)
+    assert (len(Wordless.from_pretrained(str(tmp_path))) > 5) == bool(said) == stands_in
+
+
 def test_a_tokenizer_that_stands_in_cuts_pairs_of_long_texts():
     pytest.importorskip("transformers")
     from peakcast.collectors.dryrun.pretrained import _words_tokenizer
