@@ -26,7 +26,7 @@ from peakcast.jobs.trained_parts import copied_inside, copies_head, copies_table
 from peakcast.jobs.trained_parts import trains_other_parts as trains_others
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.context import SHIFTED_WITH_NLL
-from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, slides_anywhere
+from peakcast.models.ledger.huggingface.blocks.traits import has_mask_of_heads, kinds_of_layers, slides_anywhere
 from peakcast.models.ledger.layouts import expert_ranks, gathered_dtype
 from peakcast.models.ledger.layouts.pipeline import SPLIT_BACKWARD
 from peakcast.models.ledger.optimizers.choice import COPIES_ON_THE_HOST
@@ -88,6 +88,7 @@ def uneven_adam_mini_heads(job: TrainingJob) -> bool:
     return network.num_attention_heads * network.num_key_value_heads * network.head_dim % network.hidden_size != 0
 
 
+alibi_in_mask = Fact(lambda job: has_mask_of_heads(job.architecture), "ALiBi in the mask")
 windows_in_some_layers = Fact(lambda job: kinds_of_layers(job.architecture) > 1, "windows in some layers")
 beyond_window = Fact(lambda job: slides_anywhere(job.architecture, job.sequence_length), "beyond the sliding window")
 

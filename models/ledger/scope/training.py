@@ -41,6 +41,9 @@ PREFERENCES = Section("preference losses (TRL)", when=job.preference, start="los
         unknown(_KIND, setting("parallelism.data_parallel_size", 1), " was compared with traces of several ranks only."),
         unknown(_KIND, setting("loss.kind", "reward") & job.zero3,
                 "-3 was compared with no trace: transformers 5.17 cannot make a classifier's weights in parts."),
+        more(_KIND, job.zero3 & job.copies_ends,
+             "-3 with finetuning.modules_to_save is counted without the frozen table and head that are gathered beside "
+             "their copies: a traced forward has 20 % more."),
         unknown(_KIND, ~job.zero_alone, " was compared with traces without other parallelism."),
     )),
     unknown(_KIND, ~(job.zero | job.data_parallel_alone | job.fsdp1_alone | job.fsdp2_alone),
