@@ -21,7 +21,7 @@ from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.loss import PAIRS
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.parallelism import Sharding
-from peakcast.jobs.spec import ActivationCheckpointing, Offload, TrainingJob
+from peakcast.jobs.spec import IN_8_BITS, PAGED, ActivationCheckpointing, Offload, TrainingJob
 from peakcast.jobs.trained_parts import copied_inside, copies_head, copies_table, ends_named
 from peakcast.jobs.trained_parts import trains_other_parts as trains_others
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
@@ -111,6 +111,15 @@ def optimizer(*names: str) -> Fact:
     return setting("optimizer.name", *names)
 
 
+@fact
+def of_bitsandbytes(job: TrainingJob) -> bool:
+    """Whether the optimizer is one of bitsandbytes."""
+    name, chosen = job.optimizer.name, conventions(job)
+    if name in ("adamw_8bit", "lion"):
+        return chosen.get(f"{name}_library") == "bitsandbytes"
+    return name in (*IN_8_BITS, *PAGED, "ademamix")
+
+
 def adapters_stored_in(dtype: str) -> Fact:
     """Whether adapters have that dtype."""
     return Fact(lambda job: adapter_dtype(job) == dtype, f"adapters in {dtype}")
@@ -142,6 +151,7 @@ names_ends = Fact(ends_named, "adapters on the token table or the head")
 copies_ends = Fact(lambda job: copies_table(job) or copies_head(job), "copies of the token table or the head that train")
 copies_inside = Fact(lambda job: bool(copied_inside(job)), "modules other than the ends that train beside the adapters")
 adapts_shared_experts = Fact(adapter_targets.adapts_shared_experts, "adapters on shared experts")
+names_experts = Fact(adapter_targets.names_experts, "targets that name experts")
 adapts_experts = Fact(adapter_targets.adapts_experts, "adapters on experts")
 leaves_out_experts = Fact(adapter_targets.leaves_out_experts, "adapters on experts that are not counted")
 before_baddbmm = Fact(lambda job: compare(job.versions.get("peft", "1"), "<0.21"), "peft before 0.21")

@@ -31,7 +31,9 @@ def add_dora(build: BlockBuilder, x: Tensor, result: Tensor, down: LinearLayer, 
     )
     base = result
     if bias:
-        base = tape.operation(f"{name}.dora.without_bias", [result], result.num_bytes, gradients=[(result, None)])
+        size = max(narrow, build.rows * up.out_features * build.context.precision.weight_bytes)
+        passed_on = None if size == narrow else narrow
+        base = tape.operation(f"{name}.dora.without_bias", [result], size, gradients=[(result, passed_on)])
         variables.append(base)
     less_one = tape.operation(f"{name}.dora.less_one", [magnitude], vector, gradients=[(magnitude, None)])
     size = build.rows * vector
