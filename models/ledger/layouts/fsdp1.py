@@ -156,7 +156,10 @@ class FSDP1(ShardedLayout):
         narrow = step.allocate("flat_param.narrow_part", BUFFERS, copied, unit.name, stream=PRE_UNSHARD)
         self._gather(step, unit, step.now)
         step.moment("all_gather", phase)
-        self._ahead.let_go(step, narrow)
+        if self.settings.offloads and self.settings.keeps_originals and not narrowed:
+            unit.gathered += narrow  # the parameters are views of it until they are resharded (`flat_param_to`)
+        else:
+            self._ahead.let_go(step, narrow)
 
     def _gather(self, step: Step, unit: Unit, born: int) -> None:
         self._ahead.wait(step)
