@@ -165,8 +165,8 @@ def test_methods_that_are_not_built_are_refused():
 def test_a_trace_of_dora_is_its_ledger(ledger_equals_trace):
     from peakcast.collectors.measure.grid import expand
 
-    network = {**CONFIG, "name": "small", "hidden_size": 384, "intermediate_size": 1024, "attention_bias": True}
+    network = {**CONFIG, "name": "small", "hidden_size": 768, "intermediate_size": 2048, "attention_bias": True}
     cell = {"architecture": network, "finetuning": {"method": "dora", "rank": 8, "targets": ["all-linear"]}}
-    again = {"sequence_length": 64, "activation_checkpointing.mode": "full", "framework_options": {"autocast": True}}
-    (job,) = expand({"include": [cell | again]})
+    again = {"activation_checkpointing.mode": "full", "framework_options": {"autocast": True}}
+    (job,) = expand({"base": {"sequence_length": 256, "micro_batch_size": 4}, "include": [cell | again]})
     ledger_equals_trace(job, rel=1e-3)
