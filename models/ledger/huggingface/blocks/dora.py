@@ -5,17 +5,27 @@ Source: peft 0.21 `tuners/lora/dora.py` DoraLinearLayer.forward without dropout,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.primitives import LinearLayer
-from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
-
-if TYPE_CHECKING:
-    from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 
 
-def add_dora(build: BlockBuilder, x: Tensor, result: Tensor, down: LinearLayer, up: LinearLayer, *, bias: bool) -> Tensor:
+class AdaptsLinears(Protocol):
+    """What of `BlockBuilder`, which calls this module, is used here."""
+
+    tape: Tape
+    context: HFContext
+    rows: int
+
+    def linear(self, x: Tensor, layer: LinearLayer) -> Tensor:
+        """A Linear over `rows`."""
+        ...
+
+
+def add_dora(build: AdaptsLinears, x: Tensor, result: Tensor, down: LinearLayer, up: LinearLayer, *, bias: bool) -> Tensor:
     """`result`, the projection's output of its input, plus DoRA's change of it, in the dtype of the result. `x`: the input
     as the adapter's matrices `down` and `up` read it. `bias`: whether the projection has one, which DoRA leaves out."""
     tape, name = build.tape, down.name.removesuffix(".lora_A")
@@ -50,7 +60,7 @@ def add_dora(build: BlockBuilder, x: Tensor, result: Tensor, down: LinearLayer, 
 
 
 def _norms_of_changed_weight(
-    build: BlockBuilder, down: LinearLayer, up: LinearLayer, name: str
+    build: AdaptsLinears, down: LinearLayer, up: LinearLayer, name: str
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The norm of each row of the weight with the adapter's change, which is made by running the adapter on the identity.
     Returns what that run's graph keeps, through which no gradient goes, and the forward's variables."""
@@ -74,7 +84,7 @@ def _norms_of_changed_weight(
     return [kept, inner], [change, *weight]
 
 
-def _times_vector(build: BlockBuilder, x: Tensor, vector: Tensor, num_bytes: int, name: str) -> Tensor:
+def _times_vector(build: AdaptsLinears, x: Tensor, vector: Tensor, num_bytes: int, name: str) -> Tensor:
     """x times a vector that trains, for every row. The vector's gradient is computed at full size before it is summed; that
     of a narrower x is converted."""
     size = max(num_bytes, x.num_bytes)
