@@ -159,9 +159,20 @@ def _assumed_targets(model: Any, job: TrainingJob) -> list[str] | None:
     return None if model.config.model_type in DEFAULTS else list(default_adapter_targets(job.architecture))
 
 
+ADAPTED = ("lora", "qlora", "dora")
+"""Methods of adapters that are built."""
+
+
 def with_adapters(model: Any, job: TrainingJob) -> Any:
+    """`model` with the adapters of `job`. Raises: CollectorError for a method of peft that is not built."""
     peft = imported("peft", "peft", parameter="finetuning.method", value=job.finetuning.method)
     tuning = job.finetuning
+    if tuning.method not in ADAPTED:
+        raise CollectorError(
+            f"finetuning.method={tuning.method!r} has no collector yet; measure one of {', '.join(ADAPTED)}.",
+            parameter="finetuning.method",
+            value=tuning.method,
+        )
     targets: str | list[str] | None = list(tuning.targets) or _assumed_targets(model, job)
     if targets == ["all-linear"]:
         targets = "all-linear"
@@ -170,6 +181,7 @@ def with_adapters(model: Any, job: TrainingJob) -> Any:
         r=tuning.rank or 8,
         lora_alpha=tuning.alpha or 16,
         lora_dropout=tuning.dropout,
+        use_dora=tuning.method == "dora",
         target_modules=targets,
         task_type=_task_type(model, job),
         **excluded,

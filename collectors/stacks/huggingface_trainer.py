@@ -213,6 +213,13 @@ def check(job: TrainingJob) -> None:
         ),
         ("offload", job.offload, job.offload == Offload(), "nothing offloaded"),
         ("compile", job.compile, not job.compile, "false"),
+        ("loss.kind", job.loss.kind, job.loss.kind == "cross_entropy", "cross_entropy"),
+        (
+            "framework_options.loss_kernel",
+            conventions(job)["loss_kernel"],
+            conventions(job)["loss_kernel"] != "tiles",
+            "the Trainer's own loss",
+        ),
         ("precision.compute", job.precision.compute, job.precision.compute != "float8", "bfloat16"),
         ("finetuning.quantization", job.finetuning.quantization, job.finetuning.quantization is None, "null"),
         ("loss.fused_linear_cross_entropy", True, not job.loss.fused_linear_cross_entropy, "false"),

@@ -79,10 +79,8 @@ def build_optimizer(job: TrainingJob, model: Any) -> Any:
 
 
 def _decaying(model: Any, job: TrainingJob) -> set[Any]:
-    """The parameters of the Trainer's first group: all matrices. FSDP1 has flattened them, so they are known by their
-    names."""
-    if job.parallelism.sharding != "fsdp1":
-        return {parameter for parameter in model.parameters() if parameter.ndim > 1}
+    """The parameters of the Trainer's first group, which it knows by their names and modules: all but biases and norms, so
+    also FSDP1's flat parameters and DoRA's vectors."""
     from transformers import Trainer
 
     names = {name.replace("_fsdp_wrapped_module.", "") for name in Trainer.get_decay_parameter_names(None, model)}
@@ -104,8 +102,9 @@ def _pytorch(kind: str, *, has_fused: bool = True, **options: Any) -> Builder:
         switches = {"foreach": implementation == "foreach", **({"fused": implementation == "fused"} if has_fused else {})}
         parts = _as_groups(groups)
         if job.optimizer.name in DECAYING_GRADIENTS:
-            for part in parts:  # the Trainer's second group, of vectors, does not decay
-                decays = job.framework != "huggingface" or part["params"][0].ndim > 1
+            decaying = _decaying(model, job) if job.framework == "huggingface" else None
+            for part in parts:  # the Trainer's second group does not decay
+                decays = decaying is None or part["params"][0] in decaying
                 part["weight_decay"] = job.optimizer.weight_decay if decays else 0.0
         return getattr(torch.optim, kind)(parts, lr=LEARNING_RATE, **switches, **options)
 

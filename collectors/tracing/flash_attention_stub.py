@@ -33,10 +33,12 @@ def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The tensors that the forward kernel makes. Shapes: [batch, sequence, heads, width] if `sequences` is 0 (equal
-    lengths); else [tokens, heads, width] for `sequences` sequences of any length, one after the other."""
+    lengths); else [tokens, heads, width] for `sequences` sequences of any length, one after the other. The output has the
+    layout of the queries (flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp: `torch::empty_like(q)`)."""
     *outer, tokens, heads, _ = query.shape
     statistics = query.new_empty((*outer, heads, tokens), dtype=torch.float32)
-    output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    alike = query.shape[-1] == value.shape[-1]
+    output = torch.empty_like(query) if alike else query.new_empty((*query.shape[:-1], value.shape[-1]))
     return output, statistics, query.new_empty((2,), dtype=torch.int64)
 
 

@@ -115,7 +115,8 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
     if job.attention == "flash_attention_2":
         from peakcast.collectors.tracing import flash_attention_stub
 
-        flash_attention_stub.install(packed=job.batch.form == "padding_free", padded=job.task != "inference")
+        padded = job.batch.form == "masked" and job.task != "inference"
+        flash_attention_stub.install(packed=job.batch.form == "padding_free", padded=padded)
     return compiling
 
 

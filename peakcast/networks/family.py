@@ -73,8 +73,6 @@ class AttentionTraits:
     several)."""
     passes_positions: bool
     """Attention is told the positions of tokens, by which flash attention finds sequences without padding."""
-    makes_padding_mask: bool
-    """The model makes a padding mask of its own, by which flash attention takes rows apart."""
     norms_after_projections: bool
     """q, k and v are all projected before any is normalised."""
     names_fused_projection: bool
@@ -114,6 +112,8 @@ class MaskTraits:
     """It builds a mask for layers with a sliding window too, even if there are none."""
     by_position: bool
     """It passes the mask to layers as a positional argument, which a reentrant checkpoint saves like any tensor."""
+    joins_alibi: bool
+    """It adds ALiBi's biases to the mask, which then has numbers for every head."""
     buffer: bool
     """It has a bool buffer [max_position_embeddings, max_position_embeddings]."""
     buffer_per_layer: bool
@@ -157,6 +157,9 @@ class LayerTraits:
     """The layer runs the feed-forward itself, which is not a module, and reassigns one variable."""
     four_hidden: bool
     """The feed-forward is 4 * hidden_size wide, whatever the configuration says."""
+    drops: Literal["both", "feed_forward", "sum"]
+    """Whose output the network's dropout is for: of `both` sub-layers, of the `feed_forward` alone, or of the `sum` of the
+    two of a parallel block, in whose absence attention's output is dropped with attention's own probability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,3 +149,24 @@ def test_autograd_keeps_what_the_table_says_of_a_projection(name):
             ours += 4 * sum(made.wide) + 2 * sum(made.narrow) + 2 * rows * matrix.rows_out * made.result
     assert out.loss.requires_grad
     assert ours == pytest.approx(theirs, rel=0.02, abs=4096)
+
+
+def test_methods_that_are_not_built_are_refused():
+    """A trace of another method than LoRA and DoRA must not be one of LoRA."""
+    from peakcast.collectors.measure.grid import expand
+    from peakcast.collectors.stacks.huggingface_model import with_adapters
+    from peakcast.core.errors import CollectorError
+
+    (job,) = expand({"base": {"architecture": "smollm2-135m", "finetuning": {"method": "loha", "rank": 8}}})
+    with pytest.raises(CollectorError, match="method='loha' has no collector"):
+        with_adapters(None, job)
+
+
+def test_a_trace_of_dora_is_its_ledger(ledger_equals_trace):
+    from peakcast.collectors.measure.grid import expand
+
+    network = {**CONFIG, "name": "small", "hidden_size": 768, "intermediate_size": 2048, "attention_bias": True}
+    cell = {"architecture": network, "finetuning": {"method": "dora", "rank": 8, "targets": ["all-linear"]}}
+    again = {"activation_checkpointing.mode": "full", "framework_options": {"autocast": True}}
+    (job,) = expand({"base": {"sequence_length": 256, "micro_batch_size": 4}, "include": [cell | again]})
+    ledger_equals_trace(job, rel=1e-3)

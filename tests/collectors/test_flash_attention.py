@@ -28,6 +28,15 @@ def test_a_mask_by_position_that_was_offloaded_comes_back_for_every_layer(ledger
     ledger_equals_trace(job, rel=1e-3)
 
 
+@pytest.mark.parametrize("network", ["phi-1.5", "opt-125m"])
+def test_rotated_parts_and_masks_of_ones(ledger_equals_trace, network):
+    """Where each head is joined of a rotated and another part, flash attention's output lies head by head like its queries,
+    and is copied. OPT makes a mask of ones, which transformers drops."""
+    cell = {"architecture": {"name": network, "num_hidden_layers": 2, "vocab_size": 512}, "attention": "flash_attention_2"}
+    (job,) = expand({"include": [cell | {"sequence_length": 256, "micro_batch_size": 2}]})
+    ledger_equals_trace(job, rel=1e-3)
+
+
 @pytest.mark.parametrize("width", [64, 20])
 def test_what_is_kept_is_what_the_package_keeps(width):
     """Of 10 tokens of 4 heads and 2 key heads, by hand; a width of 20 is padded to 24."""

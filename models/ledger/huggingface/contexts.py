@@ -306,7 +306,9 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         skips = linears.float8_skips | {f"self_attn.{_first_linear(architecture)}"}
         linears = replace(linears, float8_skips=skips)
     layer = LayerRules(
-        reads_embedding=index == 0 and context.stream_bytes != context.precision.end_weight_bytes,
+        reads_embedding=index == 0
+        and not architecture.embedding_norm
+        and context.stream_bytes != context.precision.end_weight_bytes,
         # peft's enable_input_require_grads comes with checkpointing only
         input_requires_grad=index > 0 or not adapters_alone or job.finetuning.method in ON_NETWORK or context.table_trains,
         rotates=rotates(architecture, index),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from peakcast.jobs.conventions import conventions, scores_tokens
 from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention_kernel
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.head import head
 from peakcast.models.ledger.huggingface.blocks.kv_cache import returned_cache_bytes, widened_cache_bytes
@@ -184,7 +185,8 @@ class _BlockByBlock:
         """For each kind of layer, the instant from which no layer refers to its mask; empty if only the model's forward
         does. No graph saves a mask that is added to scores, but a checkpoint keeps it as an argument."""
         job, checkpointed, runs = self.job, self.checkpointed, self.runs
-        in_graph = family_of(job.architecture).eager_attention.adds_and_fills and not job.offload.activations
+        biased = attention_kernel(self.blocks.contexts[0]) == "efficient" and self.context.saves_mask_of_heads
+        in_graph = (family_of(job.architecture).eager_attention.adds_and_fills or biased) and not job.offload.activations
         if not (checkpointed or "network" in self.context.compiled or in_graph):
             return []
         some = checkpointed and (job.attention == "eager" or len(checkpointed) < len(runs))

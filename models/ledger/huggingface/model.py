@@ -16,7 +16,7 @@ from peakcast.models.ledger.huggingface.blocks.attention_kernels import flex_blo
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variables, hands_on_itself
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
-from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, kinds_of_masks
+from peakcast.models.ledger.huggingface.blocks.traits import has_mask_of_heads, kinds_of_layers, kinds_of_masks
 from peakcast.models.ledger.layouts.gradient_tensors import lm_head_gradients
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import BlockRun, Step
@@ -136,6 +136,8 @@ def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
     attention = one.attention.implementation
     if attention == "eager":
         return [one.batch * scores * one.precision.weight_bytes] * kinds, True
+    if attention == "sdpa" and has_mask_of_heads(one.architecture):
+        return [one.batch * one.architecture.num_attention_heads * scores * one.precision.weight_bytes], True
     if attention == "flex":
         return [flex_block_mask_bytes(one.batch, one.sequence)], True
     if attention == "sdpa" and one.packing.mask_of_batch:
@@ -242,7 +244,9 @@ def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, BlockRun], en
     dies = last_readers(layers, runs)
     if ended is None or "layers" in one.compiled:
         return dies
-    if one.backward.saves_on_cpu or family.rotary.tables_per_layer:  # the host, or every layer, has copies
+    # the host, or every layer, has copies; where positions are biases of ALiBi, Falcon makes tables that no layer reads
+    unread = one.backward.saves_on_cpu or family.rotary.tables_per_layer or has_mask_of_heads(one.architecture)
+    if unread:
         return [ended] * len(dies)
     if Mark.ROTATION not in runs[0].template.backward_marks:  # the first layer's queries and keys need no gradient
         kinds = attends_to_everything(layers[0].architecture)
@@ -260,7 +264,8 @@ def hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, sta
 def rotary_tables(architecture: Architecture, tokens: int, weight_bytes: int) -> list[tuple[str, str, int]]:
     """(name, module, bytes) of the rotary tables of `tokens` positions, as the model computes them for all layers."""
     mla, family = architecture.mla, family_of(architecture)
-    if architecture.position_embedding != "rope" or family.rotary.tables_of_all_positions:
+    makes_tables = architecture.position_embedding == "rope" or has_mask_of_heads(architecture)
+    if not makes_tables or family.rotary.tables_of_all_positions:
         return []
     width = mla.qk_rope_head_dim if mla else rotated_width(architecture)
     if family.rotary.complex:

@@ -84,7 +84,7 @@ def _kept_by_graph(job: TrainingJob, context: HFContext) -> list[tuple[str, int]
         return kept
     if checkpointing.mode == "none":
         return _attributes(job, context)
-    if job.finetuning.method != "full":
+    if not context.table_trains:
         kept += [("embedding.output", context.input_bytes), ("embedding.output.grad", context.input_bytes)]
     if checkpointing.use_reentrant and job.architecture.kind == "decoder":
         kept += arguments_of_layers(job, Blocks(job, context).contexts)

@@ -29,7 +29,7 @@ from peakcast.models.ledger.huggingface.blocks.preference_heads import (
 )
 from peakcast.models.ledger.huggingface.contexts import block_context
 from peakcast.models.ledger.huggingface.layers import Blocks
-from peakcast.models.ledger.huggingface.model import hold_masks, hold_rotary_tables, model_ends
+from peakcast.models.ledger.huggingface.model import hold_buffers, hold_masks, hold_rotary_tables, model_ends
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
 from peakcast.models.ledger.layouts import gathers_head_itself, layout_of
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2
@@ -62,10 +62,11 @@ def as_trained(job: TrainingJob) -> TrainingJob:
 
 
 def hold_reference(timeline: Step, job: TrainingJob) -> None:
-    """Hold the parameters of the frozen copy, if there is one."""
+    """Hold the parameters and large buffers of the frozen copy, if there is one."""
     if job.reference == "model":
         kept = Step()
         layout_of(_reference_job(job), stored_parameters(_reference_job(job))).hold_resident(kept)
+        hold_buffers(kept, job)
         held = kept.timeline()
         rows = zip(held.names, held.modules, held.categories.tolist(), held.num_bytes.tolist(), strict=True)
         weights = [(name, NAME + module, size) for name, module, kind, size in rows if kind == Category.PARAMETERS]

@@ -60,7 +60,8 @@ class FSDP1Settings:
     """`limit_all_gathers`."""
     offloads: bool = False
     """`CPUOffload`: parts, gradients and so the optimizer's states are on the host. A part is copied to the GPU to be
-    gathered (`pre_unshard`), and a reduced gradient to the host at once (`_offload_grad`)."""
+    gathered (`pre_unshard`), and a reduced gradient to the host (`_offload_grad`); on the GPU it stays until backward ends
+    (`_saved_grad_shard`, which `prepare_gradient_for_optim` deletes)."""
 
 
 class FSDP1(ShardedLayout):
@@ -88,6 +89,8 @@ class FSDP1(ShardedLayout):
         gathers that one. The latter hook was registered first, so it also runs first."""
         self._inputs: list[int] = []
         """Handles of frozen layers' inputs and their gradients (`checkpoints_around_units`)."""
+        self._offloaded: list[int] = []
+        """Handles of reduced gradients that are on the host too."""
 
     # -- memory kept between steps ----------------------------------------------------------------------------------------
 
@@ -153,7 +156,10 @@ class FSDP1(ShardedLayout):
         narrow = step.allocate("flat_param.narrow_part", BUFFERS, copied, unit.name, stream=PRE_UNSHARD)
         self._gather(step, unit, step.now)
         step.moment("all_gather", phase)
-        self._ahead.let_go(step, narrow)
+        if self.settings.offloads and self.settings.keeps_originals and not narrowed:
+            unit.gathered += narrow  # the parameters are views of it until they are resharded (`flat_param_to`)
+        else:
+            self._ahead.let_go(step, narrow)
 
     def _gather(self, step: Step, unit: Unit, born: int) -> None:
         self._ahead.wait(step)
@@ -315,6 +321,7 @@ class FSDP1(ShardedLayout):
         super().end_backward(step)
         step.free(self._resharded_late)
         step.free(self._inputs)
+        step.free(self._offloaded)
         self._entered = ""
         self._ahead.catch_up(step)  # the Trainer checks whether the loss is a number (`logging_nan_inf_filter`)
 
@@ -344,7 +351,9 @@ class FSDP1(ShardedLayout):
         step.free(sources)
         if self.settings.offloads:
             step.moment("offload_grad", Phase.BACKWARD)
-        if unit.gradient or self.settings.offloads:
+        if self.settings.offloads:
+            self._offloaded += result
+        elif unit.gradient:
             step.free(result)
         else:
             unit.gradient = result

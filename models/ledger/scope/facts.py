@@ -21,12 +21,12 @@ from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.loss import PAIRS
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.parallelism import Sharding
-from peakcast.jobs.spec import ActivationCheckpointing, Offload, TrainingJob
+from peakcast.jobs.spec import IN_8_BITS, PAGED, ActivationCheckpointing, Offload, TrainingJob
 from peakcast.jobs.trained_parts import copied_inside, copies_head, copies_table, ends_named
 from peakcast.jobs.trained_parts import trains_other_parts as trains_others
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.context import SHIFTED_WITH_NLL
-from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, slides_anywhere
+from peakcast.models.ledger.huggingface.blocks.traits import has_mask_of_heads, kinds_of_layers, slides_anywhere
 from peakcast.models.ledger.layouts import expert_ranks, gathered_dtype
 from peakcast.models.ledger.layouts.pipeline import SPLIT_BACKWARD
 from peakcast.models.ledger.optimizers.choice import COPIES_ON_THE_HOST
@@ -88,6 +88,7 @@ def uneven_adam_mini_heads(job: TrainingJob) -> bool:
     return network.num_attention_heads * network.num_key_value_heads * network.head_dim % network.hidden_size != 0
 
 
+alibi_in_mask = Fact(lambda job: has_mask_of_heads(job.architecture), "ALiBi in the mask")
 windows_in_some_layers = Fact(lambda job: kinds_of_layers(job.architecture) > 1, "windows in some layers")
 beyond_window = Fact(lambda job: slides_anywhere(job.architecture, job.sequence_length), "beyond the sliding window")
 
@@ -108,6 +109,15 @@ odd_pairs = Fact(lambda job: job.loss.kind in PAIRS and job.micro_batch_size % 2
 def optimizer(*names: str) -> Fact:
     """Whether the optimizer is one of these."""
     return setting("optimizer.name", *names)
+
+
+@fact
+def of_bitsandbytes(job: TrainingJob) -> bool:
+    """Whether the optimizer is one of bitsandbytes."""
+    name, chosen = job.optimizer.name, conventions(job)
+    if name in ("adamw_8bit", "lion"):
+        return chosen.get(f"{name}_library") == "bitsandbytes"
+    return name in (*IN_8_BITS, *PAGED, "ademamix")
 
 
 def adapters_stored_in(dtype: str) -> Fact:
@@ -141,6 +151,7 @@ names_ends = Fact(ends_named, "adapters on the token table or the head")
 copies_ends = Fact(lambda job: copies_table(job) or copies_head(job), "copies of the token table or the head that train")
 copies_inside = Fact(lambda job: bool(copied_inside(job)), "modules other than the ends that train beside the adapters")
 adapts_shared_experts = Fact(adapter_targets.adapts_shared_experts, "adapters on shared experts")
+names_experts = Fact(adapter_targets.names_experts, "targets that name experts")
 adapts_experts = Fact(adapter_targets.adapts_experts, "adapters on experts")
 leaves_out_experts = Fact(adapter_targets.leaves_out_experts, "adapters on experts that are not counted")
 before_baddbmm = Fact(lambda job: compare(job.versions.get("peft", "1"), "<0.21"), "peft before 0.21")

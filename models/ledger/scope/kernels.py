@@ -21,6 +21,9 @@ ATTENTION = Section("attention kernels", (
           "flash_attention_2 has no kernel for float32; use autocast or half precision."),
     more("attention", job.flash & differs("flash attention"),
          "flash_attention_2 of Falcon, whose key heads are copied for it, is not modelled; use sdpa."),
+    more("attention", job.alibi_in_mask & (job.eager | job.offloads_activations),
+         "{architecture.name!r} adds ALiBi's biases to scores in float32 with attention='eager', and to a mask that is "
+         "offloaded with every layer: neither is counted, up to 40 % of a small network's step; use sdpa."),
     nearly("offload.activations", differs("activations offloaded from eager attention or under autocast")
            & job.offloads_activations & (job.eager | job.autocast),
            "Falcon's offloaded activations with eager attention or under autocast are up to 1.2 % off their trace.",
@@ -28,9 +31,6 @@ ATTENTION = Section("attention kernels", (
     unknown("attention", job.flash & setting("batch.form", "padding_free") & ~trait("attention.passes_positions"),
             "model_type={architecture.model_type!r} passes no positions to attention, so flash_attention_2 over "
             "padding-free batches is not modelled for it."),
-    nearly("attention", job.flash & trait("attention.makes_padding_mask"),
-           "OPT always makes a padding mask, so flash_attention_2 copies the tokens of each row without padding: up to 1 % "
-           "off its trace.", share=0.01),
 ))
 
 FUSED_KERNELS = Section("fused kernels", (

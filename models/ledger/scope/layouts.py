@@ -225,6 +225,9 @@ _PIPELINES = Section("pipeline parallelism", when=job.pipeline_parallel, rows=(
 
 _PARTS_OF_MATRICES = job.fsdp2 | (job.tensor_parallel & job.plain_torch)
 _MATRIX_OPTIMIZERS = Section("optimizers that need whole matrices", (
+    fails("optimizer.name", job.of_bitsandbytes & _PARTS_OF_MATRICES,
+          "optimizer.name={optimizer.name!r} of bitsandbytes cannot step over DTensors (torch 2.13: its operator has no "
+          "sharding strategy, or gets plain tensors too); use fsdp1, or an optimizer of torch or torchao."),
     fails("optimizer.name", job.optimizer("adafactor") & _PARTS_OF_MATRICES,
           "optimizer.name='adafactor' cannot step over DTensors (torch 2.13 optim/_adafactor.py, transformers 5.17): the "
           "norms of their rows are parts of sums; use fsdp1, whose parts are vectors."),

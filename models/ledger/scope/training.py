@@ -41,6 +41,9 @@ PREFERENCES = Section("preference losses (TRL)", when=job.preference, start="los
         unknown(_KIND, setting("parallelism.data_parallel_size", 1), " was compared with traces of several ranks only."),
         unknown(_KIND, setting("loss.kind", "reward") & job.zero3,
                 "-3 was compared with no trace: transformers 5.17 cannot make a classifier's weights in parts."),
+        more(_KIND, job.zero3 & job.copies_ends,
+             "-3 with finetuning.modules_to_save is counted without the frozen table and head that are gathered beside "
+             "their copies: a traced forward has 20 % more."),
         unknown(_KIND, ~job.zero_alone, " was compared with traces without other parallelism."),
     )),
     unknown(_KIND, ~(job.zero | job.data_parallel_alone | job.fsdp1_alone | job.fsdp2_alone),
@@ -81,6 +84,8 @@ _METHODS = Section(
     unknown(_METHOD, ~job.decoder, "is modelled for decoders only."),
     unknown(_METHOD, above("finetuning.dropout", 0), "is modelled without dropout only."),
     unknown(_METHOD, job.preference, "is not modelled with loss.kind={loss.kind!r}."),
+    fails(_METHOD, setting("finetuning.method", "dora") & job.experts & job.names_experts,
+          "fails in peft 0.21 where finetuning.targets names experts, which are one parameter; name other targets."),
     more("versions.peft", job.unconfirmed_method,
          "is implemented otherwise in the peft release that versions name: published runs with it took up to 28 % more."),
     more(_METHOD, setting("finetuning.method", "adalora", "boft", "c3a", "hira", "hra", "ia3", "vblora"),
@@ -184,6 +189,11 @@ MIXTURES = Section("mixtures that differ from their traces", when=job.trains, ro
             "offloaded activations are compared with traces of sdpa, eager and flash attention, not of flex."),
     more("framework_options.autocast", job.autocast & differs("autocast"),
          "model_type={architecture.model_type!r} under autocast: not all float32 tensors of its attention are counted."),
+    more("framework_options.autocast",
+         job.autocast & trait("linear.transposes_weight") & setting("architecture.mlp_bias")
+         & setting("precision.parameters", "float32"),
+         "{architecture.name!r} adds float32 biases to narrow products under autocast, which widens the results of its "
+         "matrices: that is not counted, 11 % of a small network's step."),
     nearly_more("framework_options.autocast",
                 differs("autocast with adapters and checkpointing") & job.autocast & job.adapts & job.checkpoints,
                 "model_type={architecture.model_type!r} under autocast, with adapters and checkpointing: backward is up to "

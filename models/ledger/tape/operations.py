@@ -29,6 +29,7 @@ class Storage:
         "born",
         "category",
         "copied_until",
+        "dropped_after",
         "kind",
         "last_read",
         "last_saver",
@@ -50,6 +51,7 @@ class Storage:
         self.born = born
         self.last_read = born
         self.last_saver: int | None = None  # the first operation that saves it; that one's backward comes last
+        self.dropped_after = 0  # a graph that is dropped, without a backward, after this operation keeps it until then
         self.of_graph = False  # an attribute of a graph node, not a saved tensor: it lives as long as the graph
         self.stream = stream
         self.made_again: int | None = None  # after this operation it is freed; the backward of the same one recomputes it

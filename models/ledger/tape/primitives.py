@@ -152,8 +152,8 @@ def python_rms_norm(
     `weight_bytes`: bytes of one element of the weight; if it is wider than the input, the output is as wide as the weight.
     `weight_in_fp32`: the variant of Gemma and OLMo-2, which multiplies by the weight in fp32 before it converts back.
     `names_product`: the variable is reassigned to the product with the weight (Gemma); otherwise it refers to the
-    normalised tensor until the end. `of_input`: T5's variant, which multiplies the input itself, not its fp32 copy, by
-    rsqrt.
+    normalised tensor until the end, and another one to the mean. `of_input`: T5's variant, which multiplies the input
+    itself, not its fp32 copy, by rsqrt, and reassigns one variable.
     """
     wide = rows * width * FP32
     x32 = cast(tape, x, wide, f"{name}.to_float32") if element_bytes != FP32 else x
@@ -161,6 +161,7 @@ def python_rms_norm(
     squared = unary(tape, x32, f"{name}.pow", backward_temporary_bytes=2 * wide)
     mean = tape.operation(f"{name}.mean", [squared], rows * FP32, gradients=[(squared, wide)])
     rsqrt = unary_of_result(tape, mean, f"{name}.rsqrt")
+    variables = [] if names_product else [mean]
     # x32 · rsqrt broadcasts: the gradient of rsqrt is computed at full size and then summed
     factor = x if of_input else x32
     normalized = tape.operation(
@@ -171,18 +172,19 @@ def python_rms_norm(
         gradients=[(factor, factor.num_bytes), (rsqrt, rows * FP32)],
         backward_temporary_bytes=2 * wide if of_input and element_bytes != FP32 else wide,
     )
-    narrow, variable = rows * width * element_bytes, normalized
+    narrow = rows * width * element_bytes
+    variables += [normalized] if not (names_product or of_input) else []
     if weight_in_fp32:
         weighted = _times_weight(tape, normalized, rows, width, name, FP32, element_bytes, trainable)
         output = cast(tape, weighted, narrow, f"{name}.to_narrow") if element_bytes != FP32 else weighted
-        if not names_product:
+        for variable in variables:
             tape.hold(variable)
         return output
     if element_bytes != FP32:
         normalized = cast(tape, normalized, narrow, f"{name}.to_narrow")
     weight_bytes = weight_bytes or element_bytes
     output = _times_weight(tape, normalized, rows, width, name, max(element_bytes, weight_bytes), weight_bytes, trainable)
-    if not of_input:  # T5's code reassigns one variable
+    for variable in variables:
         tape.hold(variable)
     return output
 

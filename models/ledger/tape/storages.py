@@ -142,7 +142,9 @@ class StorageLives:
         attributes of graph nodes, what a reentrant checkpoint's backward holds, and results that selective checkpointing
         keeps for an operation that the recomputation does not reach."""
         num_bytes, cached = storage.num_bytes, id(storage) in self._cached
-        in_backward, dies = saved_until is not None, read_until if saved_until is None else saved_until
+        in_backward = saved_until is not None
+        dropped = 0 if self._block.saves_on_cpu else storage.dropped_after + 1
+        dies = max(read_until, dropped) if saved_until is None else saved_until
         not_read_again = cached and storage.born >= self._num_recomputed
         is_second_output = self._second_output is not None and storage is self._second_output.storage
         if not_read_again or storage.of_graph or is_second_output:

@@ -250,6 +250,11 @@ class Tape:
         for output in outputs:
             output.storage.copied_until = made[0].born
 
+    def keep_until_dropped(self, tensor: Tensor) -> None:
+        """A graph that is dropped when the last appended operation has run, without a backward, keeps `tensor`; where no
+        graph is built, nothing does."""
+        tensor.storage.dropped_after = len(self._operations) - 1
+
     def keep_with_graph(self, tensor: Tensor) -> None:
         """A node of the graph has `tensor` as an attribute: it is freed with the graph."""
         tensor.storage.of_graph = True

@@ -49,7 +49,6 @@ def reason(name, **changes):
         ("gpt-j-6b", {**by_fsdp("fsdp2"), **SELECTIVE}, "position tables"),
         ("mpt-7b", FLASH, "no flash_attention_2"),
         ("mpt-7b", {"architecture": NARROW_MPT}, "4 * hidden_size wide"),
-        ("opt-125m", FLASH, "OPT always makes a padding mask"),
         ("opt-125m", {**FLASH, "batch": Batch(form="padding_free")}, "passes no positions to attention"),
         ("llama-3.2-1b", {"precision": Precision(compute="float8"), "sequence_length": 1000}, "a multiple of 16"),
         ("bert-base", {"task": "inference"}, "generates nothing"),
@@ -64,6 +63,7 @@ def test_what_no_trace_confirms_is_out_of_scope(name, changes, why):
     [
         ("qwen3-30b-a3b", {"finetuning": ATTENTION}),
         ("qwen3-30b-a3b", {"loss": FUSED}),
+        ("opt-125m", FLASH),
         ("gpt2", {"framework": "torch", "activation_checkpointing": REENTRANT}),
         ("llama-3.1-8b", {**by_fsdp("fsdp2"), "finetuning": ATTENTION, **SELECTIVE}),
         ("llama-3.2-1b", {**by_fsdp("fsdp2"), "finetuning": ATTENTION, "loss": FUSED}),

@@ -13,6 +13,7 @@ from peakcast.models.ledger.huggingface.blocks.fused_lora import fused_projectio
 from peakcast.models.ledger.huggingface.blocks.joined_lora import joined_projection
 from peakcast.models.ledger.huggingface.blocks.kv_cache import update_cache
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_sequence
+from peakcast.models.ledger.huggingface.blocks.traits import attention_output_dropout
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Tape, Tensor
@@ -50,7 +51,7 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
         build.attention_variables.extend((*variables, q, k, v))
     for variable in (*variables, q, k, v, *build.attention_variables):  # variables of attention's forward refer to them
         tape.hold(variable)
-    return build.dropout(output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
+    return build.dropout(output, attention_output_dropout(architecture), rows * width, "self_attn.dropout")
 
 
 def _projected(build: BlockBuilder, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -284,11 +284,12 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = to_compute_dtype(build, q, *repeated, repeated=True)
     bias = []
     # in one graph, and in older releases, all layers share one mask (`hold_masks`)
-    if context.layer.masked and "network" not in context.compiled and not context.attention.mask_is_additive:
-        size = context.batch * context.sequence * context.keys * context.precision.compute_bytes
+    shared = "network" in context.compiled or context.attention.mask_is_additive
+    if context.layer.masked and not shared and (size := context.layer_mask_bytes):
         mask = tape.operation("self_attn.additive_mask", [], size, gradients=[])
         # saved as a view of all heads, which `save_on_cpu` copies at full size (torch `cuda/attention.cu` preprocess_mask)
-        bias.append(Tensor(mask.storage, size * heads, requires_grad=False))
+        whole = context.batch * context.sequence * context.keys * heads * context.precision.compute_bytes
+        bias.append(Tensor(mask.storage, whole, requires_grad=False))
     kept = [FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64]
     output = tape.operation(
         "self_attn.efficient_attention",

@@ -12,6 +12,7 @@ from peakcast.core.units import FP32
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import Finetuning
 from peakcast.models.ledger.huggingface.blocks.context import ALL, HFContext
+from peakcast.models.ledger.huggingface.blocks.dora import add_dora
 from peakcast.models.ledger.huggingface.blocks.float8 import float8_linear
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import (
     Split,
@@ -112,6 +113,8 @@ class BlockBuilder:
             return result
         if tuning.method in LORA_CHAIN:
             return self._adapter(x, result, in_features, out_features, name, split)
+        if tuning.method == "dora" and not tuning.dropout:
+            return self._dora(x, result, in_features, out_features, name, bias=bias)
         return self._other_adapter(x, result, in_features, out_features, name)
 
     def _split_linear(self, x: Tensor, layer: LinearLayer, split: Split) -> Tensor:
@@ -152,6 +155,20 @@ class BlockBuilder:
             tape.hold(variable)
         if result.num_bytes != narrow_bytes:
             result = ops.cast(tape, result, narrow_bytes, f"{name}.lora.to_result_dtype")
+        return result
+
+    def _dora(
+        self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str, *, bias: bool
+    ) -> Tensor:
+        """Add the output of DoRA, whose input is cast to the dtype of its matrices (peft `lora/layer.py`)."""
+        rank, wide, argument = self.context.finetuning.rank or 0, self.context.adapters.weight_bytes, x
+        if x.num_bytes != self.rows * in_features * wide:
+            x = ops.cast(self.tape, x, self.rows * in_features * wide, f"{name}.lora.to_adapter_dtype")
+        down = LinearLayer(name=f"{name}.lora_A", in_features=in_features, out_features=rank, element_bytes=wide)
+        up = LinearLayer(name=f"{name}.lora_B", in_features=rank, out_features=out_features, element_bytes=wide)
+        result = add_dora(self, x, result, down, up, bias=bias)
+        for variable in (argument, x):
+            self.tape.hold(variable)
         return result
 
     def _other_adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str) -> Tensor:

@@ -13,6 +13,8 @@ from peakcast.jobs.loss import LossKind
 from peakcast.jobs.spec import Finetuning
 from peakcast.models.ledger.huggingface.blocks.ring_attention import ALONE, Ring
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE, TensorParallel
+from peakcast.models.ledger.huggingface.blocks.traits import has_mask_of_heads
+from peakcast.networks.families import family_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,11 +346,29 @@ class HFContext:
 
     @property
     def stream_bytes(self) -> int:
-        """Bytes of one element of the residual stream between layers: as the embedding's output, or wider if an fp32 norm
-        makes a quantised Linear return fp32 (bitsandbytes `Linear4bit.forward` returns its input's dtype)."""
+        """Bytes of one element of the residual stream between layers: as the embedding's output, or wider if it is an fp32
+        norm's own output, or if such a norm makes a quantised Linear return fp32 (bitsandbytes `Linear4bit.forward` returns
+        its input's dtype)."""
+        normed = self.architecture.embedding_norm or family_of(self.architecture).layer.norm_after_residual
+        if normed and self.native_norm_in_float32:
+            return FP32
         if not self.finetuning.quantization:
             return self.precision.weight_bytes
         return FP32 if self.native_norm_in_float32 else self.precision.norm_weight_bytes
+
+    @property
+    def layer_mask_bytes(self) -> int:
+        """Bytes of the mask of numbers that a layer makes for sdpa of the model's: one for each sequence or, if the model's
+        has numbers for every head already, one that autocast has narrowed, if it does."""
+        sequences = self.batch * self.sequence * self.keys * self.precision.compute_bytes
+        if not has_mask_of_heads(self.architecture):
+            return sequences
+        return 0 if self.saves_mask_of_heads else sequences * self.architecture.num_attention_heads
+
+    @property
+    def saves_mask_of_heads(self) -> bool:
+        """Whether layers save the model's own mask of all heads, because nothing narrows it."""
+        return has_mask_of_heads(self.architecture) and self.precision.weight_bytes == self.precision.compute_bytes
 
     @property
     def native_norm_in_float32(self) -> bool:

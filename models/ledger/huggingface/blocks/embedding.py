@@ -119,5 +119,6 @@ def embedding_variables(context: HFContext) -> tuple[bool, list[int]]:
     if architecture.position_embedding == "learned" and architecture.kind == "decoder":
         once = tokens if family_of(architecture).ends.positions_per_sequence else tokens // context.batch
         return False, [tokens, once]
-    in_module = architecture.kind == "encoder"  # BERT's embeddings are a module, to whose output the model refers
-    return in_module or not (architecture.embedding_norm or architecture.embedding_dropout), [tokens]
+    if architecture.kind == "encoder":  # BERT's embeddings are a module, to whose output the model refers
+        return True, [context.input_bytes]
+    return not (architecture.embedding_norm or architecture.embedding_dropout), [tokens]

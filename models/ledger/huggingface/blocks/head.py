@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from peakcast.core.units import FP32, INT64
+from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.chunked_loss import chunked_cross_entropy
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
@@ -127,7 +128,7 @@ def _final_states(build: BlockBuilder) -> tuple[Tensor, Tensor]:
     if architecture.kind == "encoder":  # the masked-token head's own projection
         with tape.marked(Mark.LM_HEAD):
             hidden = build.projection(hidden, width, width, "lm_head.dense", True)
-            hidden = ops.unary(tape, hidden, "lm_head.act")
+            hidden = activation(build, hidden)
     final = build.norm(hidden, width, "final_norm", context.stream_rows)
     tape.hold(hidden)  # the model's variable refers to it while the last norm runs
     if context.precision.narrows_final_norm and final.num_bytes > rows * width * context.precision.weight_bytes:

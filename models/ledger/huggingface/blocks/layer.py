@@ -20,6 +20,7 @@ from peakcast.models.ledger.huggingface.blocks.latent_attention import latent_at
 from peakcast.models.ledger.huggingface.blocks.routed import routed_feed_forward
 from peakcast.models.ledger.huggingface.blocks.routed_torchtitan import torchtitan_feed_forward
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_sequence
+from peakcast.models.ledger.huggingface.blocks.traits import drops_sum
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 from peakcast.models.ledger.tape.template import Template
@@ -107,6 +108,8 @@ def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
     both = build.tape.operation(
         "parallel_add", [fed, attention], Output(fed.num_bytes, view_of=view), gradients=[(fed, None), (attention, None)]
     )
+    if drops_sum(architecture):
+        both = build.dropout(both, architecture.hidden_dropout, build.context.rows * width, "parallel_dropout")
     output = ops.add(build.tape, both, x, "residual_add")
     build.variables.extend([fed, attention])
     return output
@@ -149,6 +152,8 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
         tape.hold(gate)  # a variable of the feed-forward refers to it
     if build.context.group.sequence:
         tape.hold(arguments)
+    if drops_sum(architecture):
+        return output
     return build.dropout(output, architecture.hidden_dropout, rows * width, "mlp.dropout")
 
 

@@ -27,8 +27,8 @@ def step_by_step(
     query = ops.scale(tape, q32, "self_attn.math.scale_q")
     local.append(query)
     if bias is None and (context.layer.masked or context.sequence > 1):  # a single token needs no mask
-        element = context.batch * context.precision.compute_bytes if context.layer.masked else FP32
-        local.append(tape.operation("self_attn.math.mask", [], element * context.sequence * context.keys, gradients=[]))
+        size = context.layer_mask_bytes if context.layer.masked else FP32 * context.sequence * context.keys
+        local.append(tape.operation("self_attn.math.mask", [], size, gradients=[]))
     grouped = attention_key_heads(architecture) != heads
     if grouped and family_of(architecture).attention.shares_key_heads:
         k32, v32 = repeat_key_value(build, q32, k32, v32, interleaved=True)

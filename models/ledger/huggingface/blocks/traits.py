@@ -26,6 +26,24 @@ def joins_heads(architecture: Architecture) -> bool:
     return architecture.mla is not None or architecture.rotary_in_parts or family.rotary.in_halves
 
 
+def attention_output_dropout(architecture: Architecture) -> float:
+    """The probability with which elements of attention's output are dropped before it is added."""
+    drops = family_of(architecture).layer.drops
+    if drops == "both":
+        return architecture.hidden_dropout
+    return architecture.attention_dropout if drops == "sum" and not architecture.parallel_block else 0.0
+
+
+def drops_sum(architecture: Architecture) -> bool:
+    """Whether a parallel block drops elements of the sum of its two outputs, and not of each."""
+    return family_of(architecture).layer.drops == "sum" and architecture.parallel_block
+
+
+def has_mask_of_heads(architecture: Architecture) -> bool:
+    """Whether the mask has numbers for every head, those of ALiBi."""
+    return family_of(architecture).masks.joins_alibi and architecture.position_embedding == "alibi"
+
+
 def kinds_of_layers(architecture: Architecture) -> int:
     """2 if there are layers with and without a sliding window, else 1."""
     return len(set(attends_to_everything(architecture)))
