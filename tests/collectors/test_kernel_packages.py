@@ -73,9 +73,9 @@ def records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_ligers_kernels_are_recorded_beside_another_packages(ledger_equals_trace: Any, records: None) -> None:
     """Both need the stub of Triton, which Inductor's modules, that are imported for one of them, must not find."""
     network = {
-        "model_type": "gemma4_text", "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 640, "head_dim": 64,
+        "model_type": "gemma4_text", "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 640, "head_dim": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096, "vocab_size_per_layer_input": 4096,
-        "hidden_size_per_layer_input": 32,
+        "hidden_size_per_layer_input": 32, "layer_types": ["full_attention", "full_attention"],
     }  # fmt: skip
     cell = {"architecture": network, "micro_batch_size": 2, "loss.fused_linear_cross_entropy": True}
     (job,) = expand({"include": [{**cell, "sequence_length": 256, "framework_options": {"liger_kernels": True}}]})
