@@ -26,7 +26,14 @@ from peakcast.dialects.common.translation import (
 from peakcast.dialects.huggingface import keys
 from peakcast.dialects.huggingface.batch import batch_form, sequence_length
 from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_optimizer, note_engine_optimizer
-from peakcast.dialects.huggingface.dtypes import finetuning_of, half_dtype, precision_of, weights_dtype, widened_adapters
+from peakcast.dialects.huggingface.dtypes import (
+    finetuning_of,
+    half_dtype,
+    precision_of,
+    quantized_compute,
+    weights_dtype,
+    widened_adapters,
+)
 from peakcast.dialects.huggingface.evaluation import note_evaluation
 from peakcast.dialects.huggingface.parallelism import (
     fsdp_settings,
@@ -192,6 +199,8 @@ def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Preci
     finetuning = finetuning_of(run.adapter, loaded, quantization, notes, options, widens)
     widening = shards if run.widens_for_fsdp2 or (shards and fsdp_version(shards) != 2) else None
     finetuning = widened_adapters(finetuning, half, widening, notes)
+    if finetuning.quantization == "nf4" and quantized_compute(quantization, training) not in (None, half or weights):
+        options["quantized_compute_dtype"] = quantized_compute(quantization, training)
     return precision_of(weights, half, engine, widening, finetuning, notes, options), finetuning
 
 
