@@ -176,9 +176,12 @@ class BlockBuilder:
             backward_temporary_bytes=rows * (in_features + out_features) * wide,
         )
 
-    def quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
+    def quantized_linear(
+        self, x: Tensor, in_features: int, out_features: int, name: str, *, in_chunks: bool = False
+    ) -> Tensor:
         """A product with a frozen quantised matrix."""
-        return quantized_linear(self.tape, self.context, x, self.rows, in_features, out_features, name)
+        rows = self.rows
+        return quantized_linear(self.tape, self.context, x, rows, in_features, out_features, name, in_chunks=in_chunks)
 
     def linear(self, x: Tensor, layer: LinearLayer) -> Tensor:
         """A Linear over `rows`, in the dtype that autocast or the weight decides."""

@@ -168,9 +168,10 @@ def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
 
 
 def _lm_head(build: BlockBuilder, x: Tensor, layer: LinearLayer) -> Tensor:
-    """The product of the lm_head, whose matrix may be quantised."""
+    """The product of the lm_head, whose matrix may be quantised: LitGPT's, which takes 128 positions at a time (litgpt
+    0.4.0 finetune/lora.py, `lm_head_chunk_size`)."""
     if build.context.finetuning.quantization and build.context.linears.quantized_head:
-        return build.quantized_linear(x, layer.in_features, layer.out_features, layer.name)
+        return build.quantized_linear(x, layer.in_features, layer.out_features, layer.name, in_chunks=True)
     return build.linear(x, layer)
 
 

@@ -14,11 +14,20 @@ from peakcast.models.ledger.tape.tape import Output, Tape, Tensor
 
 
 def quantized_linear(
-    tape: Tape, context: HFContext, x: Tensor, rows: int, in_features: int, out_features: int, name: str
+    tape: Tape,
+    context: HFContext,
+    x: Tensor,
+    rows: int,
+    in_features: int,
+    out_features: int,
+    name: str,
+    *,
+    in_chunks: bool = False,
 ) -> Tensor:
     """bitsandbytes MatMul4Bit / GPTQ: the whole matrix is dequantised in forward and again in backward. x is cast to the
     dtype that the layer multiplies in, and the result to that of x; autocast casts both factors again, inside the product.
-    Only old bitsandbytes keeps the input, and as it comes."""
+    Only old bitsandbytes keeps the input, and as it comes. `in_chunks`: rows are multiplied some at a time, so that results
+    are there while the matrix is dequantised for the next."""
     how, autocast, argument = context.linears.quantized, context.precision.autocast, x
     given = x.num_bytes // (rows * in_features)
     came_in = "float32" if given == DTYPE_BYTES["float32"] else how.narrow
@@ -28,10 +37,10 @@ def quantized_linear(
     in_bytes, out_bytes = int(DTYPE_BYTES[multiplied]), int(DTYPE_BYTES[product])
     if multiplied != came_in:
         x = ops.cast(tape, x, rows * in_features * in_bytes, f"{name}.to_compute_dtype")
-    if how.weights != multiplied and how.casts_in_forward:
-        both = matrix * int(DTYPE_BYTES[how.weights] + in_bytes)
+    before = matrix * int(DTYPE_BYTES[how.weights] + in_bytes) if how.weights != multiplied and how.casts_in_forward else 0
+    if before and not in_chunks:
         x = tape.operation(
-            f"{name}.dequantize", [x], Output.view(x), gradients=[(x, None)], forward_temporary_bytes=both
+            f"{name}.dequantize", [x], Output.view(x), gradients=[(x, None)], forward_temporary_bytes=before
         )
     again = (matrix + rows * in_features) * out_bytes if multiplied != product else 0
     if again:  # the gradient comes in the product's dtype, which autograd widens
@@ -41,14 +50,17 @@ def quantized_linear(
         [x],
         Output(rows * out_features * out_bytes, kind="matmul"),
         gradients=[(x, rows * in_features * out_bytes)],
-        forward_temporary_bytes=matrix * in_bytes + again,
+        forward_temporary_bytes=max(matrix * in_bytes + again, before * in_chunks),
         backward_temporary_bytes=matrix * out_bytes,
     )
     if how.weights != product:
         both = matrix * int(DTYPE_BYTES[how.weights] + out_bytes)
-        again_whole = f"{name}.dequantize_again"
         result = tape.operation(
-            again_whole, [result], Output.view(result), gradients=[(result, None)], backward_temporary_bytes=both
+            f"{name}.dequantize_again",
+            [result],
+            Output.view(result),
+            gradients=[(result, None)],
+            backward_temporary_bytes=both,
         )
     if context.linears.quantized_keep_input:
         tape.keep_with_graph(argument)
