@@ -335,6 +335,8 @@ def test_an_unknown_network_is_refused_by_name():
         ({"optim": "galore_adamw", "optim_args": "rank=64, update_proj_gap=100"}, "galore", {"galore_rank": 64}),
         ({"optim": "paged_lion_8bit"}, "paged_lion_8bit", {}),
         ({"optim": "paged_ademamix_8bit"}, "paged_ademamix_8bit", {}),
+        ({"optim": "rmsprop_bnb"}, "rmsprop", {"rmsprop_library": "bitsandbytes"}),
+        ({"optim": "rmsprop_bnb_8bit"}, "rmsprop_8bit", {}),
         ({"optim": "adalomo", "neftune_noise_alpha": 5}, "adalomo", {"neftune": True}),
     ],
 )
