@@ -112,7 +112,6 @@ IGNORED_TRAINING = _words("""
     use_legacy_prediction_loop warmup_ratio warmup_steps weight_decay
 """)
 UNLESS: dict[str, tuple[tuple[str, ...], str]] = {
-    "label_smoothing_factor": (("0", "0.0"), "The label smoother's loss, on log-probabilities of all logits,"),
     "torch_compile_mode": (("default",), "Compilation in another mode, which may record CUDA graphs,"),
     "torch_compile_backend": (("inductor",), "Compilation by another backend"),
     "fp16_backend": (("auto", "amp", "cuda_amp"), "Mixed precision by apex"),
