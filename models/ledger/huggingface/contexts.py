@@ -206,6 +206,7 @@ def _loss(job: TrainingJob, convention: Mapping[str, Any]) -> LossRules:
         fused_chunks=int(convention.get("loss_chunks", 0)),
         fused_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
         reduced_bytes=reduced_bytes(job) or 0 if convention.get("loss_chunks") else 0,
+        completion=job.loss.completion_length or 0,
         smooths_labels=bool(convention.get("smooths_labels")),
         widens_outputs=bool(convention.get("trainer")),
     )

@@ -134,6 +134,8 @@ def with_method(
         loss = replace(loss, reference="precomputed" if precomputed else None)
         if generation is not None and generation.refers:
             loss = replace(loss, reference="model" if job.finetuning.method == "full" else "adapter_off")
+        if generation is not None and not whole_logits:
+            loss = replace(loss, completion_length=generation.completion_length)
         _say_whose_logits(notes, whole_logits, log_softmax)
         if whole_logits:
             options["preference_logits"] = "shifted_log_softmax" if log_softmax else "whole"

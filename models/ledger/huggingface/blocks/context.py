@@ -161,6 +161,8 @@ class LossRules:
     """Bytes, per element of the lm_head, of a temporary that each chunk of the fused loss makes."""
     reduced_bytes: int = 0
     """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without mixed precision."""
+    completion: int = 0
+    """Tokens at the end of each sequence that the loss scores; 0: all but the first."""
     smooths_labels: bool = False
     """Whether transformers' label smoother computes the loss from the logits that the network returns."""
     widens_outputs: bool = False
