@@ -76,6 +76,8 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
             **(options if config is not None else {}),
             **kernels,
             **_widened(network, config),
+            **_multiplied(network, config, computed or (steps.autocast and DTYPES.get(steps.autocast)) or weights),
+            **_library(steps.optimizers, framework),
             **_of_the_loop(steps, framework, config),
         },
         "offload": dict.fromkeys(("parameters", "optimizer"), offloads(steps.networks)),
@@ -229,6 +231,14 @@ def _of_bitsandbytes(name: str, optimizer: Any) -> str:
     return f"{name}_8bit" if bits == 8 else ""
 
 
+def _library(optimizers: list[Any], framework: str) -> dict[str, str]:
+    """The library of an optimizer of which several have one, where it is bitsandbytes."""
+    name = _optimizer(optimizers).get("name")
+    ours = framework != "megatron" and name in ("lion", "rmsprop")
+    found = ours and type(_unwrapped(optimizers[0])).__module__.startswith("bitsandbytes")
+    return {f"{name}_library": "bitsandbytes"} if found else {}
+
+
 LORA = re.compile(r"(.*)\.lora_[aA](\..*)?")
 """The first matrix of an adapter: of peft (`q_proj.lora_A.default.weight`), litgpt (`qkv.lora_A`) or torchtune
 (`q_proj.lora_a.weight`)."""
@@ -272,6 +282,13 @@ def _quantized_from(network: torch.nn.Module) -> str:
     """The dtype of the weights that were packed; "" if none were."""
     state = _state(network)
     return DTYPES.get(state.dtype, "") if state is not None else ""
+
+
+def _multiplied(network: torch.nn.Module, config: Any, narrow: str) -> dict[str, str]:
+    """The dtype in which bitsandbytes' 4-bit layers multiply, if it is not `narrow`, that of other products."""
+    layers = (part for part in network.modules() if hasattr(part, "quant_state"))
+    asked = DTYPES.get(getattr(next(layers, None), "compute_dtype", None), narrow)
+    return {"quantized_compute_dtype": asked} if config is not None and asked != narrow else {}
 
 
 def _widened(network: torch.nn.Module, config: Any) -> dict[str, bool]:

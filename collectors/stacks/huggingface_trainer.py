@@ -20,6 +20,7 @@ from peakcast.collectors.stacks import unsupported
 from peakcast.collectors.stacks.checkpointing import checkpoint_arguments
 from peakcast.collectors.stacks.huggingface_model import model_of, with_adapters
 from peakcast.collectors.stacks.huggingface_training import (
+    LABEL_SMOOTHING,
     MAX_GRAD_NORM,
     NEFTUNE_NOISE_ALPHA,
     announcing_loss,
@@ -189,6 +190,7 @@ def training_arguments(job: TrainingJob) -> dict[str, Any]:
         "gradient_checkpointing": checkpointed,
         "gradient_checkpointing_kwargs": checkpoint_arguments(job) if checkpointed else None,
         "neftune_noise_alpha": NEFTUNE_NOISE_ALPHA if conventions(job).get("neftune") else None,
+        "label_smoothing_factor": LABEL_SMOOTHING if conventions(job).get("smooths_labels") else 0.0,
         "train_sampling_strategy": "sequential",
         "save_strategy": "no",
         "logging_strategy": "no",

@@ -24,6 +24,7 @@ from peakcast.jobs.spec import TrainingJob
 
 MAX_GRAD_NORM = 1.0
 NEFTUNE_NOISE_ALPHA = 5.0
+LABEL_SMOOTHING = 0.1
 
 
 class HuggingFaceTraining:

@@ -191,7 +191,9 @@ BUILDERS: dict[tuple[str, str], Builder] = {
     ("adam", ""): _pytorch("Adam"),
     ("sgd", ""): _sgd,
     ("adagrad", ""): _pytorch("Adagrad"),
-    ("rmsprop", ""): _pytorch("RMSprop", has_fused=False),
+    ("rmsprop", "torch"): _pytorch("RMSprop", has_fused=False),
+    ("rmsprop", "bitsandbytes"): _bitsandbytes("RMSprop"),
+    ("rmsprop_8bit", ""): _bitsandbytes("RMSprop8bit"),
     ("adafactor", "torch"): _pytorch("Adafactor", has_fused=False),
     ("adafactor", "transformers"): _from_package(
         "transformers.optimization", "Adafactor", "transformers", scale_parameter=False, relative_step=False

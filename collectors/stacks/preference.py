@@ -263,6 +263,12 @@ def _check(job: TrainingJob) -> None:
             "one GPU, or several with DDP or FSDP2, or with FSDP1 without a reference network",
         ),
         ("compile", job.compile, True, "it without torch.compile"),
+        (  # of a mask without values a trace takes everything
+            "loss.completion_length",
+            job.loss.completion_length is not None,
+            job.loss.completion_length,
+            "all tokens but the first",
+        ),
         ("offload.activations", job.offload.activations, True, "it without offload"),
         ("loss.fused_linear_cross_entropy", job.loss.fused_linear_cross_entropy, True, "TRL's own head"),
     )

@@ -16,6 +16,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from peakcast.collectors.machine.packages import imported
 from peakcast.collectors.stacks.parts import quantized_fakes
+from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import Finetuning, TrainingJob
 
 INT8_THRESHOLD = 6.0
@@ -28,7 +29,7 @@ def quantize(model: Any, job: TrainingJob, device: str) -> Any:
     asked = job.finetuning.quantization
     layers = imported("bitsandbytes", "bitsandbytes", parameter="finetuning.quantization", value=asked).nn
     kept = set(get_keys_to_not_convert(model))
-    compute = getattr(torch, job.precision.compute)
+    compute = getattr(torch, str(conventions(job).get("quantized_compute_dtype") or job.precision.compute))
     for name, layer in list(model.named_modules()):
         if isinstance(layer, (torch.nn.Linear, Conv1D)) and name not in kept:
             model.set_submodule(name, _quantized(layer, layers, job.finetuning, compute, device))

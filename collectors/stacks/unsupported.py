@@ -154,6 +154,11 @@ SINGLE_GPU: dict[str, Rule] = {
         lambda j: j.finetuning.quantization,
         "nf4 or int8 (gptq needs a calibrated checkpoint) on one GPU",
     ),
+    "framework_options.smooths_labels": (
+        lambda j: bool(j.framework_options.get("smooths_labels")) and j.framework_options.get("loop") != "trainer",
+        lambda j: True,
+        "it with framework_options.loop: trainer",
+    ),
     "batch.form": (
         lambda j: j.batch.form != "rows" and _is_split(j.parallelism),
         lambda j: j.batch.form,

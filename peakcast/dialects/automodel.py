@@ -235,7 +235,9 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
     names = [target.rpartition(".")[2] for target in targets]
     if settings.switch("load_in_4bit") or settings.switch("quantization.load_in_4bit"):
         double = settings.switch("quantization.bnb_4bit_use_double_quant", True)
-        training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
+        computed = settings.raw("quantization.bnb_4bit_compute_dtype")
+        quantised = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double, "bnb_4bit_compute_dtype": computed}
+        training["quantization_config"] = quantised
     elif settings.switch("quantization.load_in_8bit"):
         training["quantization_config"] = {"load_in_8bit": True}
     for key in ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_use_double_quant"):

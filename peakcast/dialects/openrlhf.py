@@ -227,7 +227,8 @@ def _generation(settings: Settings, training: dict[str, Any]) -> Generation:
             "The reward model on the same GPUs (reward_pretrain) is not in the number.", "reward_pretrain", "more"
         )
     refers = settings.number("init_kl_coef", 0.01) != 0 and (together or settings.switch("colocate_actor_ref"))
-    return Generation(sequence_length=length, refers=refers, other_memory_fraction=0.0 if sleeps else share)
+    held = 0.0 if sleeps else share
+    return Generation(sequence_length=length, completion_length=None, refers=refers, other_memory_fraction=held)
 
 
 def _with_reference(job: TrainingJob, settings: Settings, notes: Notes, *, shards: bool) -> TrainingJob:

@@ -23,7 +23,7 @@ DEFAULTS = {
     "lora_r": 64, "lora_alpha": 16, "lora_dropout": 0.1,
     "lora_target_modules": "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj",
 }  # fmt: skip
-IGNORED = words("chat_template_format splits add_special_tokens append_concat_token bnb_4bit_compute_dtype")
+IGNORED = words("chat_template_format splits add_special_tokens append_concat_token")
 
 
 def from_peft_sft(pasted: Pasted) -> Translation:
@@ -40,6 +40,7 @@ def from_peft_sft(pasted: Pasted) -> Translation:
         notes.unsupported.append(sentence, "use_unsloth")
     training.pop("use_unsloth", None)
     storage = str(training.pop("bnb_4bit_quant_storage_dtype", "uint8"))
+    training.setdefault("bnb_4bit_compute_dtype", "float16")
     training["torch_dtype"] = storage if read["load_in_4bit"] and "float" in storage else "float32"
     notes.assumptions.append(f"train.py of peft's examples loads weights in {training['torch_dtype']}.")
     training["attn_implementation"] = "flash_attention_2" if settings.switch("use_flash_attn") else "eager"

@@ -41,6 +41,9 @@ TRAINERS = {
 LOADERS = re.compile(r"(Auto(Peft)?Model\w*|Fast\w*Model|\w+For[A-Z]\w+)\.from_pretrained")
 ADAPTERS = re.compile(r"LoraConfig|(Fast\w*Model\.)get_peft_model")
 VERSION = re.compile(r"\b(transformers|trl|peft|accelerate|torch|unsloth|bitsandbytes)\s*==\s*(\d+(?:\.\d+)+)")
+OWN_COMPUTE = "float32"
+"""BitsAndBytesConfig's default of bnb_4bit_compute_dtype (transformers 5.17 utils/quantization_config.py). Unsloth gives
+the dtype of the weights (unsloth 2025.11.4 models/llama.py)."""
 ROLE = "trainer_calls"
 ON_TRAINERS = ("max_seq_length", "packing", "neftune_noise_alpha", "max_length", "max_prompt_length", "beta")
 """Arguments that older releases pass to the trainer itself instead of its configuration."""
@@ -177,6 +180,7 @@ def _model(settings: Settings, training: dict[str, Any], about: Mapping[str, Any
         settings.notes.assumptions.append("load_in_4bit is not given; the default of Unsloth is True.")
     if (four or name.endswith("-bnb-4bit")) and not whole:
         training |= {"load_in_4bit": True, "use_bnb_nested_quant": unsloth}
+        training["bnb_4bit_compute_dtype"] = "" if unsloth else OWN_COMPUTE
     elif eight:
         training["load_in_8bit"] = True
     length = settings.integer("max_seq_length", 2048 if unsloth else None)
@@ -260,6 +264,7 @@ def _quantization(parts: Mapping[str, Any], training: dict[str, Any], notes: Not
     if bits.switch("load_in_4bit"):
         training |= {"load_in_4bit": True, "use_bnb_nested_quant": bits.switch("bnb_4bit_use_double_quant")}
         training["bnb_4bit_quant_type"] = bits.text("bnb_4bit_quant_type", "nf4")
+        training["bnb_4bit_compute_dtype"] = bits.text("bnb_4bit_compute_dtype", OWN_COMPUTE)
     elif bits.switch("load_in_8bit"):
         training["load_in_8bit"] = True
     known = r"bnb_4bit_(compute_dtype|quant_storage|quant_type|use_double_quant)|load_in_8bit|llm_int8_\w+|_target_"

@@ -303,4 +303,7 @@ def _generation(settings: Settings) -> Generation:
             "algorithm.adv_estimator",
             "more",
         )
-    return Generation(sequence_length=prompt + answer, refers=False, other_memory_fraction=0.0 if frees else share)
+    held = 0.0 if frees else share
+    return Generation(
+        sequence_length=prompt + answer, completion_length=None, refers=False, other_memory_fraction=held
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peakcast.core.errors import SpecError
-from peakcast.core.fields import unsaid
+from peakcast.core.fields import require_positive, unsaid
 
 LossKind = Literal["cross_entropy", "dpo", "reward", "kto", "grpo"]
 Reference = Literal["none", "model", "adapter_off", "precomputed"]
@@ -30,8 +30,19 @@ class Loss:
     """Source of the reference's log-probabilities: a frozen copy of the network (`model`), the network with its adapters
     switched off (`adapter_off`), or the data set, which had them computed before training. null: the source that `kind`
     needs, which is `model`, or `adapter_off` with adapters; none for `grpo`, whose beta is 0 by default."""
+    completion_length: int | None = unsaid(None)  # a field
+    """Only for `grpo`: tokens at the end of each sequence that were generated, whose log-probabilities the loss needs.
+    null, or as many as the sequence has: all but the first."""
 
     def __post_init__(self) -> None:
+        require_positive(self, "completion_length", where="loss.")
+        if self.completion_length is not None and self.kind != "grpo":
+            raise SpecError(
+                f"loss.completion_length={self.completion_length} has no effect with loss.kind={self.kind!r}: only grpo "
+                "scores completions alone; leave it out.",
+                parameter="loss.completion_length",
+                value=self.completion_length,
+            )
         if self.reference not in (None, "none") and self.kind not in REFERRING:
             raise SpecError(
                 f"loss.reference={self.reference!r} needs a loss with a reference ({', '.join(REFERRING)}), not "

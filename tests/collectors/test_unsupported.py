@@ -26,6 +26,7 @@ REFUSED = {
     "finetuning.adapter_dtype": {"finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "float16"}},
     "framework_options": {"framework_options": {"norms_in_float32": True}},
     "finetuning.quantization": {"finetuning": {"method": "qlora", "rank": 8, "quantization": "gptq"}},
+    "framework_options.smooths_labels": {"framework_options": {"smooths_labels": True}},
     "batch.form": {"batch": {"form": "masked"}, "parallelism": {"tensor_parallel_size": 2}},
     "finetuning.method": {
         "framework": "torch",

@@ -227,7 +227,6 @@ def test_unknown_keys_are_reported_and_harmless_ones_listed():
 @pytest.mark.parametrize(
     ("key", "usual", "other"),
     [
-        ("label_smoothing_factor", 0.0, 0.1),
         ("torch_compile_mode", "default", "reduce-overhead"),
         ("torch_compile_backend", "inductor", "cudagraphs"),
         ("half_precision_backend", "auto", "apex"),
@@ -278,7 +277,8 @@ def test_what_offloaded_activations_leave_on_the_gpu_is_a_finding_without_checkp
 _WITH_MEANING = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16", "deepspeed", "fsdp",
     "fsdp_config", "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile", "use_liger_kernel",
-    "auto_find_batch_size", "parallelism_config", "ddp_bucket_cap_mb", "weight_decay", "per_device_eval_batch_size",
+    "label_smoothing_factor", "auto_find_batch_size", "parallelism_config", "ddp_bucket_cap_mb", "weight_decay",
+    "per_device_eval_batch_size",
 }  # fmt: skip
 
 
@@ -335,6 +335,9 @@ def test_an_unknown_network_is_refused_by_name():
         ({"optim": "galore_adamw", "optim_args": "rank=64, update_proj_gap=100"}, "galore", {"galore_rank": 64}),
         ({"optim": "paged_lion_8bit"}, "paged_lion_8bit", {}),
         ({"optim": "paged_ademamix_8bit"}, "paged_ademamix_8bit", {}),
+        ({"optim": "sgd", "label_smoothing_factor": 0.1}, "sgd", {"smooths_labels": True}),
+        ({"optim": "rmsprop_bnb"}, "rmsprop", {"rmsprop_library": "bitsandbytes"}),
+        ({"optim": "rmsprop_bnb_8bit"}, "rmsprop_8bit", {}),
         ({"optim": "adalomo", "neftune_noise_alpha": 5}, "adalomo", {"neftune": True}),
     ],
 )

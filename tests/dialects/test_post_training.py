@@ -65,6 +65,10 @@ def test_each_sequence_counts_once_and_every_key_is_known(values, kind, referenc
     assert read.unknown == ()
 
 
+def test_grpo_scores_completions_of_the_length_that_is_asked_for():
+    assert translation_of({**GRPO, "max_completion_length": 96}).job.loss.completion_length == 96
+
+
 @pytest.mark.parametrize(
     ("values", "says", "held"),
     [

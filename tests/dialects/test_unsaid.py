@@ -24,7 +24,6 @@ ACCELERATE = {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precis
         (AXOLOTL, {"torch_compile": True, "torch_compile_mode": "max-autotune"}),
         (FACTORY, {"use_dft_loss": True}),
         (FACTORY, {"quantization_bit": 8, "quantization_method": "hqq"}),
-        (TRAINER, {"label_smoothing_factor": 0.1}),
         (TRAINER, {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}),
     ],
 )

@@ -35,6 +35,7 @@ from peakcast.models.ledger.huggingface.blocks.context import (
     Linears,
     LossRules,
     Packing,
+    QuantizedLinears,
 )
 from peakcast.models.ledger.huggingface.blocks.ring_attention import ring_of
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
@@ -166,8 +167,22 @@ def _linears(job: TrainingJob, convention: Mapping[str, Any]) -> Linears:
         keep_input=job.parallelism.zero_stage == 3,
         quantized_keep_input=bool(convention.get("quantized_linears_keep_input")),
         quantized_head=bool(convention.get("quantized_lm_head")),
-        quantized_from_float16=bool(convention.get("quantized_from_float16")),
+        quantized=_quantized(job, convention),
         unpack_in_place=bool(convention.get("gptq_kernel")),
+    )
+
+
+def _quantized(job: TrainingJob, convention: Mapping[str, Any]) -> QuantizedLinears:
+    weights = gathered_dtype(job)
+    narrow = job.precision.wide_compute if convention.get("autocast") else weights
+    if job.finetuning.quantization != "nf4":
+        return QuantizedLinears(narrow=narrow, weights=narrow, multiplies=narrow)
+    return QuantizedLinears(
+        narrow=narrow,
+        weights="float16" if convention.get("quantized_from_float16") else weights,
+        multiplies=str(convention.get("quantized_compute_dtype") or narrow),
+        input_decides=bool(convention.get("quantized_compute_from_input")),
+        casts_in_forward=bool(convention.get("quantized_casts_in_forward")),
     )
 
 
@@ -191,6 +206,8 @@ def _loss(job: TrainingJob, convention: Mapping[str, Any]) -> LossRules:
         fused_chunks=int(convention.get("loss_chunks", 0)),
         fused_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
         reduced_bytes=reduced_bytes(job) or 0 if convention.get("loss_chunks") else 0,
+        completion=job.loss.completion_length or 0,
+        smooths_labels=bool(convention.get("smooths_labels")),
         widens_outputs=bool(convention.get("trainer")),
     )
 

@@ -101,6 +101,8 @@ BITSANDBYTES: dict[tuple[str, str], OptimizerRule] = {
     ("lion_8bit", ""): bitsandbytes(MOMENTUM, 8),
     ("paged_lion_32bit", ""): bitsandbytes(MOMENTUM, 32, paged=True),
     ("paged_lion_8bit", ""): bitsandbytes(MOMENTUM, 8, paged=True),
+    ("rmsprop", ""): bitsandbytes(MOMENTUM, 32),
+    ("rmsprop_8bit", ""): bitsandbytes(MOMENTUM, 8),
     ("ademamix", ""): bitsandbytes(ADEMAMIX, 32),
     ("ademamix_8bit", ""): bitsandbytes(ADEMAMIX, 8),
     ("paged_ademamix_32bit", ""): bitsandbytes(ADEMAMIX, 32, paged=True),

@@ -143,6 +143,7 @@ COMPILED = Section(
         unknown("compile", ~job.default_batch | job.offloads, "with padding, packing or offloading"),
         unknown("compile", job.fused_loss | job.liger, "with Liger's kernels"),
         unknown("compile", option("neftune"), "with neftune"),
+        unknown("compile", option("smooths_labels"), "with smoothed labels"),
         unknown("compile", _WHOLE & job.checkpoints & job.windows_in_some_layers,
                 "with checkpointing of a whole network of layers with and without a window"),
         unknown("compile", job.beyond_window, "beyond the sliding window"),

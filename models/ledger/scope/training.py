@@ -168,6 +168,9 @@ SETTINGS = Section("settings of one rank", (
     unknown("framework_options.loss_chunks", job.asks_loss_chunks,
             "a loss in chunks of the sequence is counted as torchtitan 0.3's source has it; only traces made by "
             "hand confirm it."),
+    unknown("framework_options.smooths_labels", option("smooths_labels") & (
+                ~job.decoder | job.preference | job.divides_weights | job.zero),
+            "the label smoother's loss is counted for decoders alone, without tensor or pipeline parallelism or ZeRO."),
     Section("float8", when=job.float8, rows=(
         fails("precision.compute", job.ragged_tiles,
               "precision.compute='float8' needs a multiple of 16 tokens in a micro-batch (torch._scaled_mm), and it has "

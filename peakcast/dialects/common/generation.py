@@ -38,6 +38,8 @@ class Generation:
 
     sequence_length: int
     """Tokens of the longest prompt plus the longest completion."""
+    completion_length: int | None
+    """Tokens of the longest completion; None where the log-probabilities of prompts are made too."""
     refers: bool
     """Whether there is a reference model, i.e. beta is not 0."""
     other_memory_fraction: float
@@ -67,7 +69,12 @@ def generation_of(settings: Settings, batch: str) -> Generation:
     )
     held, sentence = _beside_the_step(settings)
     notes.warnings.append(f"The number is that of GRPO's optimisation step; {sentence}.", "vllm", "more")
-    return Generation(sequence_length=length, refers=bool(settings.number("beta", 0.0)), other_memory_fraction=held)
+    return Generation(
+        sequence_length=length,
+        completion_length=min(lengths[1] or COMPLETION, length - 1),
+        refers=bool(settings.number("beta", 0.0)),
+        other_memory_fraction=held,
+    )
 
 
 def _longest(settings: Settings) -> int | None:

@@ -99,16 +99,23 @@ def _adapter_dtype(
     they are attached, if that is a floating-point type (peft 0.11.1 `tuners/lora/layer.py` update_layer)."""
     if not widens:
         return weights if kind is None else None
-    return None if adapter.switch("autocast_adapter_dtype", True) else _base_dtype(kind, weights, quantization)
+    return None if adapter.switch("autocast_adapter_dtype", True) else _base_dtype(kind, weights, quantization, adapter)
 
 
-def _base_dtype(kind: str | None, weights: Dtype, quantization: Mapping[str, Any]) -> Dtype:
+def _base_dtype(kind: str | None, weights: Dtype, quantization: Mapping[str, Any], adapter: Settings) -> Dtype:
     """The dtype of adapters that peft 0.21 leaves in the dtype of their layer: for bitsandbytes' 4 bits, the dtype of
     computation; other integer weights do not determine it (`_move_adapter_to_device_of_base_layer`)."""
     if kind is None:
         return weights
-    computed = str(quantization.get("bnb_4bit_compute_dtype", weights))
-    return keys.DTYPES.get(computed, "float32") if kind == "nf4" else "float32"
+    return (quantized_compute(quantization, adapter) or weights) if kind == "nf4" else "float32"
+
+
+def quantized_compute(quantization: Mapping[str, Any], settings: Settings) -> Dtype | None:
+    """The dtype in which bitsandbytes' 4-bit layers multiply; None if `quantization` does not say. Raises: SpecError."""
+    asked = str(quantization.get("bnb_4bit_compute_dtype") or "auto").removeprefix("torch.")
+    if asked != "auto" and asked not in keys.DTYPES:
+        raise settings.refuse("bnb_4bit_compute_dtype", f"must be one of {', '.join(keys.DTYPES)}", asked)
+    return keys.DTYPES.get(asked)
 
 
 def widened_adapters(finetuning: Finetuning, half: Dtype | None, shards: Settings | None, notes: Notes) -> Finetuning:

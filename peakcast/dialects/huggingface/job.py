@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
-from peakcast.core.findings import Direction
 from peakcast.core.versions import check_versions, release, resolved
 from peakcast.dialects.common.job_file import network_config, note_network, resolve_architecture
 from peakcast.dialects.common.mesh import of_training
@@ -26,7 +25,14 @@ from peakcast.dialects.common.translation import (
 from peakcast.dialects.huggingface import keys
 from peakcast.dialects.huggingface.batch import batch_form, sequence_length
 from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_optimizer, note_engine_optimizer
-from peakcast.dialects.huggingface.dtypes import finetuning_of, half_dtype, precision_of, weights_dtype, widened_adapters
+from peakcast.dialects.huggingface.dtypes import (
+    finetuning_of,
+    half_dtype,
+    precision_of,
+    quantized_compute,
+    weights_dtype,
+    widened_adapters,
+)
 from peakcast.dialects.huggingface.evaluation import note_evaluation
 from peakcast.dialects.huggingface.parallelism import (
     fsdp_settings,
@@ -152,6 +158,7 @@ def _job(run: _Run, options: dict[str, Any]) -> TrainingJob:
         options["ddp_bucket_cap_mib"] = training.integer("ddp_bucket_cap_mb")
     if training.number("neftune_noise_alpha", None) is not None:
         options["neftune"] = True
+    options["smooths_labels"] = bool(training.number("label_smoothing_factor", 0.0))
     framework: Framework = "deepspeed" if engine is not None else "huggingface"
     parallelism, offload = layout_and_offload(
         engine, run.shards, training, run.num_gpus, run.architecture, notes, options
@@ -192,6 +199,8 @@ def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Preci
     finetuning = finetuning_of(run.adapter, loaded, quantization, notes, options, widens)
     widening = shards if run.widens_for_fsdp2 or (shards and fsdp_version(shards) != 2) else None
     finetuning = widened_adapters(finetuning, half, widening, notes)
+    if finetuning.quantization == "nf4" and quantized_compute(quantization, training) not in (None, half or weights):
+        options["quantized_compute_dtype"] = quantized_compute(quantization, training)
     return precision_of(weights, half, engine, widening, finetuning, notes, options), finetuning
 
 
@@ -337,8 +346,7 @@ def _account_for_the_rest(run: _Run) -> None:
     for key, (usual, what) in keys.UNLESS.items():
         if training.given(key) and training.text(key).lower() not in usual:
             name = training.spell(key)
-            direction: Direction = "more" if key == "label_smoothing_factor" else "either"
-            notes.unsupported.append(f"{what} ({name}={training.text(key)}) is not modelled.", name, direction)
+            notes.unsupported.append(f"{what} ({name}={training.text(key)}) is not modelled.", name)
     if training.given("torch_empty_cache_steps"):
         notes.assumptions.append("torch_empty_cache_steps lowers reserved memory between steps only; it is left out.")
     _account_for_offloading(run)

@@ -47,6 +47,9 @@ OPTIMIZERS: dict[str, OptimizerChoice] = {
     "sgd": OptimizerChoice("sgd"),
     "adagrad": OptimizerChoice("adagrad"),
     "rmsprop": OptimizerChoice("rmsprop"),
+    "rmsprop_bnb": OptimizerChoice("rmsprop", "fused", "bitsandbytes"),
+    "rmsprop_bnb_32bit": OptimizerChoice("rmsprop", "fused", "bitsandbytes"),
+    "rmsprop_bnb_8bit": OptimizerChoice("rmsprop_8bit", "fused"),
     "adafactor": OptimizerChoice("adafactor", "loop"),
     "lomo": OptimizerChoice("lomo", "loop"),
     "adalomo": OptimizerChoice("adalomo", "loop"),
@@ -61,9 +64,6 @@ OTHER_OPTIMIZERS: dict[str, OptimizerChoice] = {
     "galore_adamw_8bit_layerwise": OptimizerChoice("galore", "loop"),
     "galore_adafactor_layerwise": OptimizerChoice("galore", "loop"),
     "apollo_adamw_layerwise": OptimizerChoice("galore", "loop"),
-    "rmsprop_bnb": OptimizerChoice("rmsprop"),
-    "rmsprop_bnb_8bit": OptimizerChoice("rmsprop"),
-    "rmsprop_bnb_32bit": OptimizerChoice("rmsprop"),
     "grokadamw": OptimizerChoice("adamw", "loop"),
     "schedule_free_radam": OptimizerChoice("adamw"),
     "schedule_free_sgd": OptimizerChoice("adamw"),
@@ -112,7 +112,6 @@ IGNORED_TRAINING = _words("""
     use_legacy_prediction_loop warmup_ratio warmup_steps weight_decay
 """)
 UNLESS: dict[str, tuple[tuple[str, ...], str]] = {
-    "label_smoothing_factor": (("0", "0.0"), "The label smoother's loss, on log-probabilities of all logits,"),
     "torch_compile_mode": (("default",), "Compilation in another mode, which may record CUDA graphs,"),
     "torch_compile_backend": (("inductor",), "Compilation by another backend"),
     "fp16_backend": (("auto", "amp", "cuda_amp"), "Mixed precision by apex"),

@@ -16,7 +16,7 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.generation import Generation
 from peakcast.dialects.common.translation import Notes
 from peakcast.jobs.conventions import makes_whole_logits
-from peakcast.jobs.loss import REFERRING, LossKind
+from peakcast.jobs.loss import REFERRING, Loss, LossKind
 from peakcast.jobs.spec import TrainingJob
 
 
@@ -129,14 +129,10 @@ def with_method(
             f"The loss of {name} over log-probabilities is not modelled; the cross entropy's is assumed.", parameter
         )
         return job.replace(micro_batch_size=size)
-    loss = replace(job.loss, kind=method.kind, fused_linear_cross_entropy=False)
+    loss = _loss(job, method.kind, generation, precomputed=precomputed, of_completions=not whole_logits)
     options = dict(job.framework_options)
-    if method.kind in REFERRING:
-        loss = replace(loss, reference="precomputed" if precomputed else None)
-        if generation is not None and generation.refers:
-            loss = replace(loss, reference="model" if job.finetuning.method == "full" else "adapter_off")
-        if whole_logits:
-            options["preference_logits"] = "shifted_log_softmax" if log_softmax else "whole"
+    if method.kind in REFERRING and whole_logits:
+        options["preference_logits"] = "shifted_log_softmax" if log_softmax else "whole"
     held = generation.other_memory_fraction if generation is not None else 0.0
     job = job.replace(micro_batch_size=size, loss=loss, other_memory_fraction=held)
     job = job.replace(framework_options=FrozenMapping(options))
@@ -146,6 +142,21 @@ def with_method(
     if job.reference in kept:
         notes.assumptions.append(f"the reference of {name} is {kept[job.reference]}.")
     return job
+
+
+def _loss(
+    job: TrainingJob, kind: LossKind, generation: Generation | None, *, precomputed: bool, of_completions: bool
+) -> Loss:
+    """The loss of `kind`, with its reference. `of_completions`: whether only the completions of a generation are scored."""
+    loss = replace(job.loss, kind=kind, fused_linear_cross_entropy=False)
+    if kind not in REFERRING:
+        return loss
+    loss = replace(loss, reference="precomputed" if precomputed else None)
+    if generation is not None and generation.refers:
+        loss = replace(loss, reference="model" if job.finetuning.method == "full" else "adapter_off")
+    if generation is not None and of_completions:
+        loss = replace(loss, completion_length=generation.completion_length)
+    return loss
 
 
 def _say_whose_logits(notes: Notes, whole_logits: str, log_softmax: bool, *, by_release: bool) -> None:

@@ -18,7 +18,7 @@ from peakcast.dialects.common.translation import AlternativeReading, Notes, Sett
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import METHODS, method_of_program, with_method
-from peakcast.dialects.huggingface.trl_adapters import with_casts_of_trl
+from peakcast.dialects.huggingface.trl_adapters import trl_computes_in, with_casts_of_trl
 from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
 from peakcast.dialects.huggingface.trl_loss import take_sft_loss
 from peakcast.dialects.huggingface.whose_trainer import EXAMPLE_SCRIPT, OF_EXAMPLES, SCORING_SCRIPTS, Whose, whose_trainer
@@ -45,6 +45,7 @@ _SWITCHES = ("use_peft", "use_lora", "lora_enable", "use_qlora", "q_lora")
 """Switches for adapters: TRL's, and those of scripts with their own defaults (FastChat, Qwen's finetune.py, LLaVA)."""
 _QUANTIZATION = (
     "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage",
+    "bnb_4bit_compute_dtype",
 )  # fmt: skip
 _SCRIPT = re.compile(
     r"dataset_.*|datasets?|model_(revision|code_revision|adapter_name)|base_model_revision|chat_template|trust_remote_code"
@@ -329,7 +330,8 @@ def _adapter(
     quantization: dict[str, Any] = {}
     if settings.switch("load_in_4bit"):
         nested = settings.switch("use_bnb_nested_quant")
-        quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": nested}
+        computed = training.get("bnb_4bit_compute_dtype", trl_computes_in(training) if trl else None)
+        quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": computed}
         if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
             notes.unsupported.append(
                 "bnb_4bit_quant_type=fp4 is not modelled; nf4 is assumed, of the same size.", "bnb_4bit_quant_type"

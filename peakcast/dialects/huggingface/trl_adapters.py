@@ -38,3 +38,9 @@ def with_casts_of_trl(job: TrainingJob, versions: Mapping[str, Any], notes: Note
     narrow_ends = kind == "nf4" and job.precision.compute == "bfloat16"
     widened = {"norms_in_float32": True, **({} if narrow_ends else {"ends_in_float32": True})}
     return job.replace(framework_options=FrozenMapping({**job.framework_options, **widened}))
+
+
+def trl_computes_in(training: Mapping[str, Any]) -> str:
+    """The dtype in which TRL's own scripts let 4-bit layers multiply: that of the weights, by default float32 (trl 1.16
+    trainer/utils.py `get_quantization_config`, trainer/model_config.py)."""
+    return str(training.get("dtype") or training.get("torch_dtype") or "float32")

@@ -68,7 +68,7 @@ OWN = re.compile(
     r"|ignore_args_error|task_type|num_labels|problem_type|rope_scaling|max_model_len|local_repo_path|init_strategy"
     r"|dataset\S*|interleave_prob|stopping_strategy|download_mode|columns|strict|system|truncation_strategy|max_pixels"
     r"|use_chat_template|padding_side|loss_scale|response_prefix|temperature|top_\w+|repetition_penalty|num_beams"
-    r"|stop_words|logprobs|hqq_axis|bnb_4bit_compute_dtype|bnb_4bit_quant_storage|vit_(lr|gradient_checkpointing)|aligner_lr"
+    r"|stop_words|logprobs|hqq_axis|bnb_4bit_quant_storage|vit_(lr|gradient_checkpointing)|aligner_lr"
     r"|max_epochs|resume_only_model|average_tokens\w*|trainable_parameters|add_version|check_model"
     r"|create_checkpoint_symlink|packing_num_proc|lazy_tokenize|loss_type|use_flash_ckpt|early_stop_interval|callbacks"
     r"|safe_serialization|max_shard_size|add_non_thinking_prefix|ref_(adapters|model_type|model_revision)|label_smoothing"
@@ -314,6 +314,8 @@ def _quantization(settings: Settings, training: dict[str, Any]) -> None:
     bits = settings.integer("quant_bits", settings.integer("quantization_bit"))
     method = settings.text("quant_method", settings.text("quantization_method", "bnb"))
     double, kind = settings.switch("bnb_4bit_use_double_quant", True), settings.text("bnb_4bit_quant_type", "nf4")
+    wide = settings.raw("torch_dtype") in ("float16", "float32")  # quant_args.py QuantizeArguments.__post_init__
+    computed = settings.text("bnb_4bit_compute_dtype", "float32" if wide else "")
     if not bits:
         return
     if method != "bnb" or bits not in (4, 8):
@@ -325,7 +327,8 @@ def _quantization(settings: Settings, training: dict[str, Any]) -> None:
     if bits == 8 and method == "bnb":
         training["quantization_config"] = {"load_in_8bit": True}
         return
-    training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
+    quantised = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double, "bnb_4bit_compute_dtype": computed}
+    training["quantization_config"] = quantised
     if kind != "nf4":
         settings.notes.unsupported.append(
             "bnb_4bit_quant_type=fp4 is not modelled; nf4 is assumed, of the same size.", "bnb_4bit_quant_type"
@@ -336,6 +339,7 @@ def _refuse_bits(settings: Settings) -> None:
     for key in ("quant_bits", "quantization_bit"):
         if settings.raw(key):
             raise settings.refuse(key, "needs adapters; add train_type lora")
+    settings.given("bnb_4bit_compute_dtype")
     for key in ("quant_method", "quantization_method", "bnb_4bit_use_double_quant", "bnb_4bit_quant_type"):
         settings.given(key)
 

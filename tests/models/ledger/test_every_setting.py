@@ -82,6 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "activation_checkpointing.modules": ({**MEGATRON, "activation_checkpointing": {"mode": "selective"}}, ["mlp"]),
     "loss.fused_linear_cross_entropy": (PLAIN, True),
     "loss.kind": (PLAIN, "dpo"),
+    "loss.completion_length": ({**PLAIN, "loss": {"kind": "grpo"}}, 16),
     "loss.reference": ({**PLAIN, "loss": {"kind": "dpo"}}, "precomputed"),
     "compile": (PLAIN, True),
     "parallelism.data_parallel_size": (PLAIN, 2),

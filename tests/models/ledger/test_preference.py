@@ -108,6 +108,14 @@ def test_rows_that_autocast_narrows_at_a_time(rows, vocabulary, forward, backwar
     assert (_cast(rows, vocabulary), _cast(rows, vocabulary, keeps_weight=True)) == (forward, backward)
 
 
+@pytest.mark.parametrize(("completion", "scored"), [(None, 127), (32, 32), (500, 127)])
+def test_grpo_scores_completions_and_not_their_prompts(completion, scored):
+    one = job(loss={"kind": "grpo", "completion_length": completion})
+    step = ledger(one)
+    made = dict(zip(step.names, step.num_bytes.tolist(), strict=True))
+    assert made["lm_head.scored"] == 2 * scored * one.architecture.hidden_size * BF16
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

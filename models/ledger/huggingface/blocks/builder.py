@@ -14,6 +14,7 @@ from peakcast.jobs.spec import Finetuning
 from peakcast.models.ledger.huggingface.blocks.context import ALL, HFContext
 from peakcast.models.ledger.huggingface.blocks.dora import add_dora
 from peakcast.models.ledger.huggingface.blocks.float8 import float8_linear
+from peakcast.models.ledger.huggingface.blocks.quantized_linear import quantized_linear
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import (
     Split,
     enter_columns,
@@ -192,29 +193,12 @@ class BlockBuilder:
             backward_temporary_bytes=rows * (in_features + out_features) * wide,
         )
 
-    def quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
-        """bitsandbytes MatMul4Bit / GPTQ: the whole matrix is dequantised in forward and again in backward. Only old
-        bitsandbytes keeps the input, and as it comes: its Linear4bit takes the dtype of its first input for the one to
-        compute in, whatever `bnb_4bit_compute_dtype` says, and the narrow copy is autocast's, inside."""
-        context, tape, argument = self.context, self.tape, x
-        rows, compute = self.rows, context.precision.compute_bytes
-        wide = x.num_bytes
-        if wide > rows * in_features * compute:
-            x = ops.cast(tape, x, rows * in_features * compute, f"{name}.to_compute_dtype")
-        copies = 2 if context.linears.quantized_from_float16 and not context.precision.float16 else 1
-        matrix = 0 if context.linears.unpack_in_place else copies * in_features * out_features * compute
-        result = tape.operation(
-            name,
-            [x],
-            Output(rows * out_features * compute, kind="matmul"),
-            forward_temporary_bytes=matrix,
-            backward_temporary_bytes=matrix,
-        )
-        if context.linears.quantized_keep_input:
-            tape.keep_with_graph(argument)
-        if wide > rows * in_features * compute:
-            result = ops.cast(tape, result, rows * out_features * (wide // (rows * in_features)), f"{name}.to_input_dtype")
-        return result
+    def quantized_linear(
+        self, x: Tensor, in_features: int, out_features: int, name: str, *, in_chunks: bool = False
+    ) -> Tensor:
+        """A product with a frozen quantised matrix."""
+        rows = self.rows
+        return quantized_linear(self.tape, self.context, x, rows, in_features, out_features, name, in_chunks=in_chunks)
 
     def linear(self, x: Tensor, layer: LinearLayer) -> Tensor:
         """A Linear over `rows`, in the dtype that autocast or the weight decides."""

@@ -39,6 +39,22 @@ class ElementBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedLinears:
+    """The dtypes of products with quantised matrices."""
+
+    narrow: str = "bfloat16"
+    """Of other products."""
+    weights: str = "bfloat16"
+    """Of the weights that were quantised, to which bitsandbytes dequantises 4 bits before it casts them."""
+    multiplies: str = "bfloat16"
+    """Of both factors (`bnb_4bit_compute_dtype`)."""
+    input_decides: bool = False
+    """Whether 4-bit Linears take the dtype of their first input instead, if that is not float16 (before 0.47)."""
+    casts_in_forward: bool = False
+    """Whether forward, too, dequantises to the dtype of the weights first (before 0.50)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Linears:
     """How Linear layers compute: their number format, and tensors that they keep although no gradient needs them."""
 
@@ -56,8 +72,7 @@ class Linears:
     """Whether bitsandbytes keeps the input of a frozen 4-bit matrix, for a gradient that nothing needs (before 0.43.2)."""
     quantized_head: bool = False
     """Whether the lm_head is quantised like the layers' matrices."""
-    quantized_from_float16: bool = False
-    """Whether matrices were quantised from float16, which they become before they are cast to another dtype."""
+    quantized: QuantizedLinears = QuantizedLinears()
     unpack_in_place: bool = False
     """Whether quantised matrices are unpacked into one buffer that always exists (exllama), instead of a new one for each
     call."""
@@ -148,6 +163,10 @@ class LossRules:
     """Bytes, per element of the lm_head, of a temporary that each chunk of the fused loss makes."""
     reduced_bytes: int = 0
     """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without mixed precision."""
+    completion: int = 0
+    """Tokens at the end of each sequence that the loss scores; 0: all but the first."""
+    smooths_labels: bool = False
+    """Whether transformers' label smoother computes the loss from the logits that the network returns."""
     widens_outputs: bool = False
     """Whether accelerate makes the model's outputs fp32 under autocast, after the loss (`convert_outputs_to_fp32`)."""
 

@@ -17,6 +17,7 @@ from peakcast.models.ledger.huggingface.blocks.preference_heads import (
     token_log_probabilities,
     whole_log_probabilities,
 )
+from peakcast.models.ledger.huggingface.blocks.smoothed_loss import smoothed_loss
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import enter_columns, gather_columns, gather_sequence
 from peakcast.models.ledger.huggingface.blocks.token_table import tied_in_graph
 from peakcast.models.ledger.huggingface.blocks.whole_logits import compiled_loss, logits_op, loss_of_whole_logits
@@ -49,6 +50,8 @@ def head(context: HFContext) -> Template:
 
 def loss_of(context: HFContext) -> str:
     """Which of LOSSES the network has."""
+    if context.loss.smooths_labels:
+        return "smoothed"
     if context.kernels.loss == "tiles" or context.loss.kind != "cross_entropy":
         return "reward" if context.loss.kind == "reward" else "log_probabilities"
     if context.kernels.fused_loss:
@@ -105,6 +108,13 @@ def _whole(build: BlockBuilder, final: Tensor, sequence_output: Tensor) -> None:
     loss_of_whole_logits(build, _logits(build, final), final, sequence_output)
 
 
+def _smoothed(build: BlockBuilder, final: Tensor, sequence_output: Tensor) -> None:
+    """The label smoother's, after the network has returned."""
+    logits = _logits(build, final)
+    build.tape.hold(final)
+    smoothed_loss(build.tape, logits, build.context)
+
+
 LOSSES: dict[str, Callable[[BlockBuilder, Tensor, Tensor], None]] = {
     "reward": _scores,
     "log_probabilities": _log_probabilities,
@@ -112,6 +122,7 @@ LOSSES: dict[str, Callable[[BlockBuilder, Tensor, Tensor], None]] = {
     "chunked_logits": _chunked,
     "compiled": _compiled,
     "whole_log_probabilities": _whole_log_probabilities,
+    "smoothed": _smoothed,
     "whole_logits": _whole,
 }
 
@@ -169,9 +180,10 @@ def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
 
 
 def _lm_head(build: BlockBuilder, x: Tensor, layer: LinearLayer) -> Tensor:
-    """The product of the lm_head, whose matrix may be quantised."""
+    """The product of the lm_head, whose matrix may be quantised: LitGPT's, which takes 128 positions at a time (litgpt
+    0.4.0 finetune/lora.py, `lm_head_chunk_size`)."""
     if build.context.finetuning.quantization and build.context.linears.quantized_head:
-        return build.quantized_linear(x, layer.in_features, layer.out_features, layer.name)
+        return build.quantized_linear(x, layer.in_features, layer.out_features, layer.name, in_chunks=True)
     return build.linear(x, layer)
 
 

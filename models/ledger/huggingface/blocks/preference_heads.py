@@ -126,8 +126,8 @@ def score(build: BlockBuilder, hidden: Tensor) -> None:
 
 
 def scored_rows(context: HFContext) -> int:
-    """Number of positions that have a next token in their sequence."""
-    return context.batch * (context.sequence - 1)
+    """Number of positions whose next token is scored: those of the completions, else all that have one."""
+    return context.batch * min(context.loss.completion or context.sequence, context.sequence - 1)
 
 
 def vocabulary_part_bytes(architecture: Architecture, element_bytes: int) -> int:

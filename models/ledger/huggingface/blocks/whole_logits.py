@@ -62,7 +62,7 @@ def _widened_by_model(tape: Tape, logits: Tensor, context: HFContext, wide_bytes
     """The model returns fp32 logits; the loss shifts them."""
     wide = logits_op(tape, logits, wide_bytes, "logits.to_float32")
     tape.begin_loss()
-    return LossInput(_shift(tape, wide, context), [wide])
+    return LossInput(shift_logits(tape, wide, context), [wide])
 
 
 def _widened_by_model_alone(tape: Tape, logits: Tensor, context: HFContext, wide_bytes: int) -> LossInput:
@@ -81,7 +81,7 @@ def _as_they_are(tape: Tape, logits: Tensor, context: HFContext, wide_bytes: int
 def _shifted_alone(tape: Tape, logits: Tensor, context: HFContext, wide_bytes: int) -> LossInput:
     """Shifted, and widened only by autocast, which has cross_entropy on its fp32 list."""
     tape.begin_loss()
-    shifted = wide = _shift(tape, logits, context)
+    shifted = wide = shift_logits(tape, logits, context)
     element = context.precision.compute_bytes
     if context.kernels.loss == "eager" and context.precision.autocast and element != FP32:
         wide = logits_op(tape, shifted, shifted.num_bytes // element * FP32, "logits.to_float32")
@@ -92,7 +92,7 @@ def _widened_and_shifted(tape: Tape, logits: Tensor, context: HFContext, wide_by
     """The loss widens the logits, then shifts them."""
     tape.begin_loss()
     wide = logits if logits.num_bytes == wide_bytes else logits_op(tape, logits, wide_bytes, "logits.to_float32")
-    return LossInput(_shift(tape, wide, context), [logits, wide])
+    return LossInput(shift_logits(tape, wide, context), [logits, wide])
 
 
 def _widened_with_shifted_labels(tape: Tape, logits: Tensor, context: HFContext, wide_bytes: int) -> LossInput:
@@ -117,7 +117,7 @@ UPCASTS: dict[str, Callable[[Tape, Tensor, HFContext, int], LossInput]] = {
 }
 
 
-def _shift(tape: Tape, x: Tensor, context: HFContext) -> Tensor:
+def shift_logits(tape: Tape, x: Tensor, context: HFContext) -> Tensor:
     """logits[..., :-1, :].contiguous(): a copy. Backward scatters its gradient into one of full size; if slicing the whole
     last dimension counts as a slice too, first into another of the slice's size."""
     size = x.num_bytes // context.rows * context.batch * (context.sequence - 1)
