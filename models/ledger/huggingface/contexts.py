@@ -27,7 +27,6 @@ from peakcast.models.ledger.huggingface.blocks.context import (
     Attention,
     BackwardRules,
     Cache,
-    ElementBytes,
     Experts,
     FusedKernels,
     HFContext,
@@ -35,8 +34,8 @@ from peakcast.models.ledger.huggingface.blocks.context import (
     Linears,
     LossRules,
     Packing,
-    QuantizedLinears,
 )
+from peakcast.models.ledger.huggingface.blocks.dtypes import ElementBytes, QuantizedLinears
 from peakcast.models.ledger.huggingface.blocks.ring_attention import ring_of
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.ledger.huggingface.blocks.traits import rotates, slides
