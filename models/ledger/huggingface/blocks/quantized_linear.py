@@ -28,20 +28,15 @@ def quantized_linear(
     dtype that the layer multiplies in, and the result to that of x; autocast casts both factors again, inside the product.
     Only old bitsandbytes keeps the input, and as it comes. `in_chunks`: rows are multiplied some at a time, so that results
     are there while the matrix is dequantised for the next."""
-    how, autocast, argument = context.linears.quantized, context.precision.autocast, x
-    given = x.num_bytes // (rows * in_features)
-    came_in = "float32" if given == DTYPE_BYTES["float32"] else how.narrow
-    multiplied = came_in if how.input_decides and came_in != "float16" else how.multiplies
-    product = how.narrow if autocast else multiplied
+    how, argument, given = context.linears.quantized, x, x.num_bytes // (rows * in_features)
+    came_in, multiplied, product = _dtypes(context, given)
     matrix = 0 if context.linears.unpack_in_place else in_features * out_features
     in_bytes, out_bytes = int(DTYPE_BYTES[multiplied]), int(DTYPE_BYTES[product])
     if multiplied != came_in:
         x = ops.cast(tape, x, rows * in_features * in_bytes, f"{name}.to_compute_dtype")
     before = matrix * int(DTYPE_BYTES[how.weights] + in_bytes) if how.weights != multiplied and how.casts_in_forward else 0
     if before and not in_chunks:
-        x = tape.operation(
-            f"{name}.dequantize", [x], Output.view(x), gradients=[(x, None)], forward_temporary_bytes=before
-        )
+        x = tape.operation(f"{name}.dequantize", [x], Output.view(x), gradients=[(x, None)], forward_temporary_bytes=before)
     again = (matrix + rows * in_features) * out_bytes if multiplied != product else 0
     if again:  # the gradient comes in the product's dtype, which autograd widens
         x = ops.cast_in_graph(tape, x, x.num_bytes, f"{name}.to_autocast_dtype")
@@ -54,14 +49,7 @@ def quantized_linear(
         backward_temporary_bytes=matrix * out_bytes,
     )
     if how.weights != product:
-        both = matrix * int(DTYPE_BYTES[how.weights] + out_bytes)
-        result = tape.operation(
-            f"{name}.dequantize_again",
-            [result],
-            Output.view(result),
-            gradients=[(result, None)],
-            backward_temporary_bytes=both,
-        )
+        result = _dequantized_again(tape, result, matrix * int(DTYPE_BYTES[how.weights] + out_bytes), name)
     if context.linears.quantized_keep_input:
         tape.keep_with_graph(argument)
     if product != came_in:
@@ -69,3 +57,24 @@ def quantized_linear(
         tape.hold(x)
     tape.hold(argument)  # the module's call has it
     return result
+
+
+def _dtypes(context: HFContext, given_bytes: int) -> tuple[str, str, str]:
+    """The dtype of the input, whose elements have `given_bytes`, that which the layer multiplies in, and that of the
+    product."""
+    how = context.linears.quantized
+    came_in = "float32" if given_bytes == DTYPE_BYTES["float32"] else how.narrow
+    multiplied = came_in if how.input_decides and came_in != "float16" else how.multiplies
+    return came_in, multiplied, how.narrow if context.precision.autocast else multiplied
+
+
+def _dequantized_again(tape: Tape, result: Tensor, num_bytes: int, name: str) -> Tensor:
+    """`result` of a product, before whose backward the matrix is dequantised to the dtype of the weights and then cast to
+    that of the product: `num_bytes` for both."""
+    return tape.operation(
+        f"{name}.dequantize_again",
+        [result],
+        Output.view(result),
+        gradients=[(result, None)],
+        backward_temporary_bytes=num_bytes,
+    )
