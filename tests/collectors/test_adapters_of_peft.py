@@ -162,6 +162,7 @@ def test_methods_that_are_not_built_are_refused():
         with_adapters(None, job)
 
 
+@pytest.mark.whole
 def test_a_trace_of_dora_is_its_ledger(ledger_equals_trace):
     from peakcast.collectors.measure.grid import expand
 

@@ -115,7 +115,10 @@ CELLS = {
 }
 
 
-LONGEST = ("fsdp1_between", "fsdp2_between", "fsdp1_offloading", "fsdp1_lora_in_layers")
+LONGEST = (
+    *("fsdp1_between", "fsdp2_between", "fsdp1_offloading", "fsdp1_lora_in_layers"),
+    *("fsdp1_lora_gathered_ahead", "fsdp1_lora_wide_at_first"),
+)
 """Micro-batches, offloading and adapters of FSDP are in other cells too."""
 
 

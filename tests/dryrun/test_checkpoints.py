@@ -45,6 +45,7 @@ def test_a_file_without_a_header_has_no_tensors(tmp_path):
     assert OpenCheckpoint(tmp_path / "empty.safetensors", "cpu").keys() == []
 
 
+@pytest.mark.whole
 def test_a_file_without_values_lies_where_a_run_would_load_it(tmp_path, of_tensors):
     """It has the shapes of a network of any size in a few hundred bytes."""
     with torch.device("meta"):
