@@ -135,7 +135,7 @@ def from_oumi(pasted: Pasted) -> Translation:
         spell=_spell(values),
     )
     job = notes.include(translation)
-    options = {**job.framework_options, **options}
+    options = {**job.framework_options, **options, **_four_bit_products(settings, job)}
     if trainer == "OUMI" and job.framework == "huggingface":
         options["outputs_dropped"] = False  # the loop's variable `outputs` keeps them until its next assignment
     job = job.replace(framework_options=FrozenMapping(options))
@@ -320,7 +320,7 @@ def _quantise(settings: Settings, training: dict[str, Any], sharded: Sharded) ->
     if bits not in (4, 8):
         raise settings.refuse("peft.q_lora_bits", "must be 4 or 8")
     kind = settings.one_of("peft.bnb_4bit_quant_type", "fp4", ("fp4", "nf4"))
-    nests, computed = settings.switch("peft.use_bnb_nested_quant"), settings.text("peft.bnb_4bit_compute_dtype", "float32")
+    nests = settings.switch("peft.use_bnb_nested_quant")
     quantised = {"load_in_4bit": True, "bnb_4bit_use_double_quant": nests, "bnb_4bit_quant_type": kind}
     training["quantization_config"] = quantised if bits == 4 else {"load_in_8bit": True}
     if bits == 4 and kind == "fp4":
@@ -336,13 +336,15 @@ def _quantise(settings: Settings, training: dict[str, Any], sharded: Sharded) ->
         return
     training["torch_dtype"] = "float32"
     notes.assumptions.append("peft's prepare_model_for_kbit_training widens norms, embedding and head to float32.")
-    if bits == 4 and not training["bf16"] and not training["fp16"] and computed != "float32":
-        notes.unsupported.append(
-            f"Products of quantised weights in {computed} (peft.bnb_4bit_compute_dtype) between hidden states in float32 "
-            "are counted in float32.",
-            "peft.bnb_4bit_compute_dtype",
-            "less",
-        )
+
+
+def _four_bit_products(settings: Settings, job: TrainingJob) -> dict[str, str]:
+    """The dtype in which 4-bit layers multiply, whatever Oumi casts beside them: float32 unless the configuration says."""
+    written = settings.text("peft.bnb_4bit_compute_dtype", "float32")
+    dtype = DTYPES.get(written, written)
+    if dtype not in DTYPES.values():
+        raise settings.refuse("peft.bnb_4bit_compute_dtype", f"must be one of {', '.join(sorted(set(DTYPES.values())))}")
+    return {"quantized_compute_dtype": dtype} if job.finetuning.quantization == "nf4" else {}
 
 
 def _generation(settings: Settings, training: dict[str, Any]) -> Generation:

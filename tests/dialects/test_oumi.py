@@ -49,6 +49,16 @@ def test_what_qlora_does_not_quantise_is_float32_on_one_gpu_and_cast_back_under_
     assert (sharded.precision.parameters, sharded.finetuning.adapter_dtype) == ("bfloat16", "bfloat16")
 
 
+def test_4_bit_layers_multiply_in_float32_unless_the_configuration_says_otherwise():
+    """`BitsAndBytesConfig` gets `bnb_4bit_compute_dtype` as Oumi's PeftParams has it, under FSDP too."""
+    narrow = {"peft": {"bnb_4bit_compute_dtype": "bf16"}}
+    jobs = [read(QLORA).job, read(QLORA, FSDP, gpus=2).job, read(QLORA, narrow).job]
+    computed = [job.framework_options["quantized_compute_dtype"] for job in jobs]
+    assert computed == ["float32", "float32", "bfloat16"]
+    with pytest.raises(SpecError, match="bnb_4bit_compute_dtype='int3' must be one of bfloat16, float16, float32"):
+        read(QLORA, {"peft": {"bnb_4bit_compute_dtype": "int3"}})
+
+
 def test_accelerate_around_oumi_takes_the_place_of_its_own_section():
     launcher = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP}\n"
     found = read(FSDP, gpus=None, files=(Document("accelerate.yaml", launcher),))
