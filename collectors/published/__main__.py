@@ -18,6 +18,7 @@ from peakcast.collectors.published.device_constants import read_device_constants
 from peakcast.collectors.published.fms_a100 import read_fms_a100
 from peakcast.collectors.published.fms_history import read_fms_history
 from peakcast.collectors.published.fsdp_qlora import read_fsdp_qlora
+from peakcast.collectors.published.liger_examples import read_liger_examples
 from peakcast.collectors.published.lightning_thunder import read_lightning_thunder
 from peakcast.collectors.published.litgpt_finetune import read_litgpt_finetune
 from peakcast.collectors.published.litgpt_resources import read_litgpt_resources
@@ -40,6 +41,7 @@ READERS: dict[str, Callable[[Path], list[Measurement]]] = {
     "fms_a100.csv": read_fms_a100,
     "fms_history.jsonl": read_fms_history,
     "fsdp_qlora.jsonl": read_fsdp_qlora,
+    "liger_examples.jsonl": read_liger_examples,
     "lightning_thunder.jsonl": read_lightning_thunder,
     "litgpt_finetune.jsonl": read_litgpt_finetune,
     "litgpt_resources.jsonl": read_litgpt_resources,

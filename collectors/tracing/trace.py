@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,7 +58,8 @@ def trace_job(
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         own = [line for line in lines if line.startswith("peakcast: ")]  # libraries may print more as the process ends
-        raise CollectorError(f"the trace failed: {(own or lines)[-1].removeprefix('peakcast: ')}")
+        raised = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception): ", line)]
+        raise CollectorError(f"the trace failed: {(own or raised or lines)[-1].removeprefix('peakcast: ')}")
     answer = json.loads(done.stdout.strip().splitlines()[-1])
     steps = {step: timeline_from_mapping(answer[step]) for step in ("first", "steady")}
     return Traced(**steps, replaced=answer["replaced"])

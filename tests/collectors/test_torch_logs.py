@@ -9,6 +9,7 @@ import pytest
 from peakcast.catalog import gpu
 from peakcast.collectors.published.axolotl_examples import read_axolotl_examples
 from peakcast.collectors.published.fsdp_qlora import read_fsdp_qlora
+from peakcast.collectors.published.liger_examples import read_liger_examples
 from peakcast.collectors.published.lightning_thunder import read_lightning_thunder
 from peakcast.collectors.published.litgpt_finetune import read_litgpt_finetune
 from peakcast.collectors.published.litgpt_resources import read_litgpt_resources
@@ -28,6 +29,7 @@ from peakcast.timelines.timeline import Phase
 SOURCES = datasets_folder() / "published" / "sources"
 READ = {
     "torchtitan_log": (read_torchtitan_log, {"H100-80GB": 27, "A100-80GB": 4, "B200": 4, "GB300": 3}),
+    "liger_examples": (read_liger_examples, {"A100-80GB": 25}),
     "lightning_thunder": (read_lightning_thunder, {"H100-80GB": 29}),
     "fsdp_qlora": (read_fsdp_qlora, {"RTX3090": 13, "RTX4090": 11}),
     "swift_benchmark": (read_swift_benchmark, {"A100-80GB": 49}),

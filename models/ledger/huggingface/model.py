@@ -10,7 +10,7 @@ import numpy as np
 
 from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.jobs.architecture import Architecture
-from peakcast.jobs.conventions import conventions
+from peakcast.jobs.conventions import conventions, mixes_precision
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import flex_block_mask_bytes
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
@@ -34,10 +34,10 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
     layers = [f"layers.{index}" for index in range(job.architecture.num_hidden_layers)]
     buffers = [("causal_mask", "", longest**2)] * family.masks.buffer
     buffers += [("attention.bias", layer, longest**2) for layer in layers if family.masks.buffer_per_layer]
-    tables = longest * rotated_width(job.architecture) * FP32 * family.rotary.tables_of_all_positions
+    tables = longest * rotated_width(job.architecture) * _element_bytes(job, FP32) * family.rotary.tables_of_all_positions
     buffers += [("attention.embed_positions", layer, tables) for layer in layers if tables]
     if conventions(job).get("rotary_tables_in_layers") and job.architecture.position_embedding == "rope":
-        size = longest * rotated_width(job.architecture) * int(DTYPE_BYTES[job.precision.parameters])
+        size = longest * rotated_width(job.architecture) * _element_bytes(job, int(DTYPE_BYTES[job.precision.parameters]))
         names = ("rotary_emb.cos_cached", "rotary_emb.sin_cached")
         buffers += [(name, layer, size) for layer in layers for name in names]
     timeline.hold_all(buffers, Category.PARAMETERS, 0)
@@ -45,6 +45,15 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
         table = job.architecture.vocab_size * job.architecture.hidden_size * int(DTYPE_BYTES[job.precision.parameters])
         timeline.hold("embed_tokens.weight.before", Category.PARAMETERS, table, 0, module="embedding")
         timeline.hold("embed_tokens.weight.grad", Category.GRADIENTS, table, 0, module="embedding")
+
+
+def _element_bytes(job: TrainingJob, made_with: int) -> int:
+    """Bytes of an element of a buffer of floating-point numbers that was made with `made_with`. FSDP1 casts them to what it
+    computes in (torch 2.4 `distributed/fsdp/_runtime_utils.py` `_lazy_init`, `MixedPrecision.buffer_dtype`, which
+    accelerate sets)."""
+    if job.parallelism.sharding == "fsdp1" and mixes_precision(job):
+        return int(DTYPE_BYTES[job.precision.wide_compute])
+    return made_with
 
 
 def hold_embeddings(
