@@ -60,6 +60,7 @@ def _of_fsdp1(units: Sequence[FullyShardedDataParallel]) -> tuple[dict[str, Any]
     ahead = root.backward_prefetch
     options = {
         "fsdp1_backward_prefetch": ahead.name if ahead is not None else "",
+        "fsdp1_forward_prefetch": bool(root.forward_prefetch),
         "fsdp1_use_orig_params": bool(root._use_orig_params),
         "fsdp1_limit_all_gathers": bool(root.limit_all_gathers),
         "fsdp_reshard_after_forward": root.sharding_strategy is not ShardingStrategy.SHARD_GRAD_OP,

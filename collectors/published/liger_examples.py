@@ -20,7 +20,6 @@ from peakcast.measurements.records import Measurement
 
 ASSUMPTIONS = (
     "Batches are padded to their longest sample, so that attention is given a mask.",
-    "forward_prefetch is left out: it gathers units ahead in the forward pass, which needs far less than the peak.",
     "transformers is what the example's requirements name; other releases are those of September 2024.",
 )
 LONGEST = "The longest sample is assumed to have the 512 tokens at which texts are cut."
@@ -44,9 +43,7 @@ def read_liger_examples(path: Path) -> list[Measurement]:
 
 
 def _reading(record: Mapping[str, Any]) -> ImportedRow:
-    config = dict(record["config"])
-    config["fsdp_config"] = {name: value for name, value in config["fsdp_config"].items() if name != "forward_prefetch"}
-    read = configured_reading(record | {"config": config}, ASSUMPTIONS, _out_of_scope(record))
+    read = configured_reading(record, ASSUMPTIONS, _out_of_scope(record))
     job = read.job.replace(batch=replace(read.job.batch, form="masked"))
     assumptions = read.assumptions
     if _family(record) in REACH_THE_CUT:

@@ -37,6 +37,7 @@ def wrap(model: Any, job: TrainingJob) -> FSDP1Model:
         auto_wrap_policy=_policy(model, job),
         mixed_precision=mixed and MixedPrecision(param_dtype=mixed[0], reduce_dtype=mixed[1], buffer_dtype=mixed[0]),
         backward_prefetch=BackwardPrefetch[prefetch] if prefetch else None,
+        forward_prefetch=bool(chosen["fsdp1_forward_prefetch"]),
         use_orig_params=bool(chosen["fsdp1_use_orig_params"]),
         cpu_offload=CPUOffload(offload_params=job.offload.parameters),
         device_id=torch.device(f"cuda:{gang.local_rank()}"),

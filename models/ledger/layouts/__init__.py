@@ -107,6 +107,7 @@ def _fsdp1(job: TrainingJob, tensors: Sequence[StoredTensor], rank: int | None, 
         # its backward will need it, and none fetches it (torch 2.13 `_runtime_utils.py`
         # _register_pre_backward_hooks, _get_handle_to_prefetch: `_needs_pre_backward_unshard`)
         prefetches="" if around_units else chosen["fsdp1_backward_prefetch"],
+        prefetches_forward=bool(chosen["fsdp1_forward_prefetch"]),
         keeps_originals=bool(chosen["fsdp1_use_orig_params"]),
         checkpoints_around_units=around_units,
         broadcasts=bool(chosen["fsdp1_sync_module_states"]),

@@ -16,6 +16,7 @@ from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.broadcast import Broadcasts
 from peakcast.models.ledger.layouts.flat_parameter import FlatParameter
 from peakcast.models.ledger.layouts.fsdp_units import Unit
+from peakcast.models.ledger.layouts.module_tree import BlockKind
 from peakcast.models.ledger.layouts.run_ahead import RunAhead
 from peakcast.models.ledger.layouts.sharded import ShardedLayout
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
@@ -43,6 +44,9 @@ class FSDP1Settings:
     prefetches: Literal["", "BACKWARD_PRE", "BACKWARD_POST"] = ""
     """`backward_prefetch`: whether the next unit is gathered before a unit's backward, or after the unit has been resharded
     and before its gradients are reduced (`_post_backward_reshard`)."""
+    prefetches_forward: bool = False
+    """`forward_prefetch`: whether the next unit is gathered when a unit's forward begins, in the order of the first
+    micro-batch, in which none is (`get_handle_to_forward_prefetch`)."""
     keeps_originals: bool = False
     """`use_orig_params`: the optimizer updates each tensor's piece instead of the flat parameter."""
     checkpoints_around_units: bool = False
@@ -91,6 +95,10 @@ class FSDP1(ShardedLayout):
         """Handles of frozen layers' inputs and their gradients (`checkpoints_around_units`)."""
         self._offloaded: list[int] = []
         """Handles of reduced gradients that are on the host too."""
+        self._waiting: Unit | None = None
+        """A unit whose backward is done and whose gradients are joined after the next unit's backward (`finish`)."""
+        self._learns_order = False
+        """Whether this is the first micro-batch of all, which tells in which order units run."""
 
     # -- memory kept between steps ----------------------------------------------------------------------------------------
 
@@ -146,6 +154,22 @@ class FSDP1(ShardedLayout):
                     size = min(tensor.numel, part - begin)
                     pieces[tensor] = tensor.optimized((size,))
         return [pieces[tensor] for tensor in self.tensors if tensor in pieces]
+
+    def before_forward(self, step: Step, module: str) -> None:
+        super().before_forward(step, module)
+        if not self._gathers_ahead():
+            return
+        for unit in self._of_module.get(module, []):
+            if following := self._unit_after(unit, module):
+                self.prefetch(step, following, phase=Phase.FORWARD)
+
+    def _unit_after(self, unit: Unit, module: str) -> Unit | None:
+        """The unit whose forward begins after that of `unit`, which begins with `module`; None for the last, and where
+        `unit` has begun before."""
+        order = self.by_module()
+        begins = module == (BlockKind.EMBEDDING.value if unit is self.units[-1] else unit.modules[0])
+        following = order.index(unit) + 1
+        return order[following] if begins and following < len(order) else None
 
     # -- gathering --------------------------------------------------------------------------------------------------------
 
@@ -208,7 +232,8 @@ class FSDP1(ShardedLayout):
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         super().begin_micro_batch(step, first=first, last=last)
         self._done.clear()
-        if first and self.first_step:
+        self._learns_order = first and self.first_step
+        if self._learns_order:
             self._begin_training(step)
 
     def _begin_training(self, step: Step) -> None:
@@ -234,6 +259,22 @@ class FSDP1(ShardedLayout):
             self.prefetch(step, following)
 
     def finish(self, step: Step, unit: Unit) -> None:
+        """A unit that was gathered ahead in forward has its views made before the forward of the unit before it, whose
+        backward autograd therefore runs before it joins this unit's gradients (the later a node was made the earlier it
+        runs: torch `csrc/autograd/engine.cpp` `CompareNodeTaskTime`)."""
+        waiting, self._waiting = self._waiting, None
+        if waiting:
+            self._finish(step, waiting)
+        if self._gathers_ahead() and unit is not self.by_module()[0]:
+            self._waiting = unit
+        else:
+            self._finish(step, unit)
+
+    def _gathers_ahead(self) -> bool:
+        """Whether units are gathered ahead in this micro-batch's forward."""
+        return self.settings.prefetches_forward and not self._learns_order
+
+    def _finish(self, step: Step, unit: Unit) -> None:
         if unit.trained:
             self._flatten(step, unit)
         elif not self.settings.checkpoints_around_units:

@@ -42,6 +42,10 @@ _FSDP1 = Section("FSDP1", when=job.asks_fsdp1, rows=(
           job.adapts & option("fsdp1_units", "layers_with_adapters") & option("fsdp1_use_orig_params", False),
           "FSDP1 refuses a unit with frozen and trained weights (fsdp1_units=layers_with_adapters) unless "
           "fsdp1_use_orig_params is true."),
+    unknown("framework_options.fsdp1_forward_prefetch",
+            option("fsdp1_forward_prefetch") & (job.adapts | option("fsdp1_units", "modules")),
+            "FSDP1 that gathers units ahead in forward (fsdp1_forward_prefetch) is modelled for units of whole layers, "
+            "without adapters."),
     unknown("framework_options.fsdp1_units",
             option("fsdp1_units", "modules") & (~job.like_llama | job.ties_embeddings | job.adapts | job.experts),
             "FSDP1 with every module as a unit is modelled for layers like Llama's without shared table, adapters and "

@@ -126,9 +126,9 @@ def layout_and_offload(
             raise shards.refuse(key, "must be true or false, or a sharding strategy of FSDP 1")
     if strategy in ("shard_grad_op", "2", "hybrid_shard_zero2", "5") or (version == 2 and "false" in reshards):
         options["fsdp_reshard_after_forward"] = False
-    if shards.switch("fsdp_forward_prefetch") or shards.switch("forward_prefetch"):
+    if version == 2 and (shards.switch("fsdp_forward_prefetch") or shards.switch("forward_prefetch")):
         notes.unsupported.append(
-            "Units gathered ahead in forward (fsdp_forward_prefetch) are not modelled.", "fsdp_forward_prefetch", "more"
+            "accelerate refuses forward_prefetch under FSDP2; it is left out.", "fsdp_forward_prefetch", "fails"
         )
     if version == 2 and sharding == "fsdp1":
         sharding = "fsdp2"
@@ -163,7 +163,7 @@ def _fsdp1_options(shards: Settings, options: dict[str, Any]) -> None:
     prefetch = (shards.text("fsdp_backward_prefetch") or shards.text("backward_prefetch") or "").upper()
     if prefetch:
         options["fsdp1_backward_prefetch"] = "" if prefetch == "NO_PREFETCH" else prefetch
-    for name in ("use_orig_params", "sync_module_states", "limit_all_gathers"):
+    for name in ("forward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers"):
         for key in (f"fsdp_{name}", name):
             if shards.given(key):
                 options[f"fsdp1_{name}"] = shards.switch(key)
