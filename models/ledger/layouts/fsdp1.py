@@ -232,7 +232,7 @@ class FSDP1(ShardedLayout):
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         super().begin_micro_batch(step, first=first, last=last)
         self._done.clear()
-        self._learns_order = first and self.first_step
+        self._learns_order = first and bool(self.first_step)
         if self._learns_order:
             self._begin_training(step)
 

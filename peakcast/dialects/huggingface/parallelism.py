@@ -128,7 +128,7 @@ def layout_and_offload(
         options["fsdp_reshard_after_forward"] = False
     if version == 2 and (shards.switch("fsdp_forward_prefetch") or shards.switch("forward_prefetch")):
         notes.unsupported.append(
-            "accelerate refuses forward_prefetch under FSDP2; it is left out.", "fsdp_forward_prefetch", "fails"
+            "accelerate refuses forward_prefetch under FSDP2; it is left out.", "fsdp_forward_prefetch", "either"
         )
     if version == 2 and sharding == "fsdp1":
         sharding = "fsdp2"
