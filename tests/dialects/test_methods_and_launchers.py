@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from peakcast.core.errors import SpecError
 from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.recognise import dialect_of
 from peakcast.dialects.translate import ReadOptions
@@ -174,3 +175,23 @@ def test_units_of_fsdp_that_are_parts_of_layers_are_told_of(name, told):
     values = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": shards}
     translation = translation_of(values, ReadOptions(model="gpt2"))
     assert any("parts of layers" in sentence for sentence in translation.unsupported) is told
+
+
+def test_a_switch_that_is_on_by_default_is_off_with_no_before_it():
+    """HfArgumentParser (transformers hf_argparser.py) makes such a flag for every switch whose default is true."""
+    off = "--no_gradient_checkpointing --no_remove_unused_columns"
+    command = f"python dpo.py --model_name_or_path gpt2 --learning_rate 1e-5 {off} {{}}\n"
+    read = translation_of(command.format("--output_dir o"))
+    assert (read.job.activation_checkpointing.mode, read.unknown) == ("none", ())
+    assert translation_of(command.format("--no_mystery")).unknown == ("no_mystery",)
+
+
+def test_programs_of_trl_are_known_by_either_order_of_their_words():
+    """trl's examples/scripts have online_dpo.py and dpo_online.py, both of which generate, and prm.py, whose network scores
+    tokens."""
+    for name in ("online_dpo", "dpo_online"):
+        with pytest.raises(SpecError, match="online DPO holds more than one training step's tensors"):
+            translation_of(f"python examples/scripts/{name}.py --model_name_or_path gpt2 --per_device_train_batch_size 8\n")
+    scores = translation_of("python examples/scripts/prm.py --model_name_or_path gpt2 --per_device_train_batch_size 8\n")
+    assert (scores.job.loss.kind, scores.job.micro_batch_size, scores.job.precision.parameters) == ("reward", 8, "float32")
+    assert any("scores each token" in sentence for sentence in scores.unsupported)

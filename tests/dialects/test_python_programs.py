@@ -233,5 +233,7 @@ def test_a_recipe_of_megatron_bridge_is_read_from_the_package(tmp_path, monkeypa
     assert (job.architecture.name, job.micro_batch_size, job.sequence_length) == ("llama-3.2-1b", 1, 4096)
     assert (job.parallelism.tensor_parallel_size, job.parallelism.data_parallel_size) == (2, 4)
     assert (job.gradient_accumulation_steps, job.parallelism.zero_stage) == (8, 1)
-    assert read.unknown == ()
+    assert (read.unknown, read.warnings) == ((), ())
+    (warning,) = translation_of(text.replace("train.micro", "dataset.sequence_length=2048 train.micro")).warnings
+    assert warning.startswith("dataset.sequence_length=2048 is not model.seq_length=4096, which is counted")
     assert "megatron.bridge" not in sys.modules

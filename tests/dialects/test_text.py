@@ -39,6 +39,8 @@ MERGES = "a: &a {x: 1}\n" + "".join(
         ("{[a]: 1}", "YAML", "is not valid YAML"),
         ("a: " + "9" * 5000, "YAML", "is not valid YAML"),
         ("{'a': 1}", "JSON", "is not valid JSON"),
+        ('{"a": 1}\n\n{"a": 2}\n', "JSON", "holds 2 JSON values, one a line: give one of them, or ask all of them by"),
+        ('{"a": 1}\n{"a"\n', "JSON", "is not valid JSON"),
         ("a: 1", "TOML", "is not valid TOML"),
     ],
     ids=lambda value: str(value)[:20].strip(),

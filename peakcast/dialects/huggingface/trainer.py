@@ -21,6 +21,7 @@ from peakcast.dialects.huggingface.post_training import METHODS, method_of_progr
 from peakcast.dialects.huggingface.trl_adapters import trl_computes_in, with_casts_of_trl
 from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
 from peakcast.dialects.huggingface.trl_loss import take_sft_loss
+from peakcast.dialects.huggingface.trl_switches import affirmed
 from peakcast.dialects.huggingface.whose_trainer import EXAMPLE_SCRIPT, OF_EXAMPLES, SCORING_SCRIPTS, Whose, whose_trainer
 
 PARTS = ("training", "hf_config", "peft", "deepspeed", "accelerate")
@@ -129,7 +130,7 @@ def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Transla
     parts = {name: values for name, values in pasted.companions.items() if name in PARTS}
     if role in parts:
         raise SpecError(f"{SAYS[role]} is given twice, in {pasted.where} and in another file; keep one.")
-    parts[role] = pasted.values
+    parts[role] = affirmed(pasted.values) if pasted.program else pasted.values
     given = {key: value for key, value in parts.get("training", {}).items() if value is not None}
     whose = whose or whose_trainer(pasted.program, given)
     read = _of_parts(pasted, parts, whose)
