@@ -195,3 +195,12 @@ def test_programs_of_trl_are_known_by_either_order_of_their_words():
     scores = translation_of("python examples/scripts/prm.py --model_name_or_path gpt2 --per_device_train_batch_size 8\n")
     assert (scores.job.loss.kind, scores.job.micro_batch_size, scores.job.precision.parameters) == ("reward", 8, "float32")
     assert any("scores each token" in sentence for sentence in scores.unsupported)
+
+
+def test_a_mapping_in_a_command_is_json():
+    command = "python sft.py --model_name_or_path gpt2 --learning_rate 1e-5 --gradient_checkpointing_kwargs '{}'\n"
+    for reentrant in (True, False):
+        job = translation_of(command.format(f'{{"use_reentrant": {str(reentrant).lower()}}}')).job
+        assert job.activation_checkpointing.use_reentrant is reentrant
+    with pytest.raises(SpecError, match="must be a mapping"):
+        translation_of(command.format("{use"))
