@@ -91,6 +91,8 @@ def test_a_memory_snapshot_in_the_place_of_a_job_is_shown_to_replay(tmp_path, pr
         ("export A=1\npython x.py", "", "shell"),
         ("torchrun --nproc_per_node 8 pretrain_gpt.py --bf16", "", "shell"),
         ("ARGS=(\n --bf16\n)", "", "shell"),
+        ("NPROC_PER_NODE=8 HF_HOME=/x megatron sft --model x", "", "shell"),
+        ('title="a torchrun b"\n[model]\n', "", "TOML"),
         ("import torch", ".py", "Python"),
     ],
 )

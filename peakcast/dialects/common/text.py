@@ -25,7 +25,8 @@ ENDINGS = {
 """Ending of a file's name -> its format."""
 _COMMAND = re.compile(
     r"^#!.*\b(?:ba|z)?sh\b"
-    r"|^[ \t]*(?:export[ \t]+\w+=|\w+=\(|(?:torchrun|srun|deepspeed|accelerate|python3?|axolotl|llamafactory-cli)\s"
+    r"|^[ \t]*(?:\w+=[^\s\"']*[ \t]+)*"
+    r"(?:export[ \t]+\w+=|\w+=\(|(?:torchrun|srun|deepspeed|accelerate|python3?|axolotl|llamafactory-cli)\s"
     r"|(?:swift|megatron|trl|litgpt|tune|ray|nemo|automodel|uv|colossalai|oumi|fairseq2)[ \t]+[a-z])"
     r"|^[ \t]*\S{0,400}?pretrain_\w{1,100}\.py\b",
     re.MULTILINE,
