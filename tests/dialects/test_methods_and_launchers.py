@@ -246,3 +246,14 @@ def test_of_several_different_trainings_the_last_one_is_read_and_that_is_said():
     assert read.job.micro_batch_size == 4
     assert "The script starts 2 different trainings; the last one is read." in read.assumptions
     assert not any("different trainings" in each for each in translation_of(script.replace("1 4", "4 4")).assumptions)
+
+
+@pytest.mark.parametrize(("bf16", "precision"), [(True, "bfloat16"), (False, "float32")])
+def test_quantised_networks_of_older_trl_are_in_float32_without_autocast(bf16, precision):
+    """trl 0.15.2 prepare_peft_model: peft's prepare_model_for_kbit_training, and casts to bf16 only with `args.bf16`."""
+    values = {"model_name_or_path": "llama-3.2-1b", "use_peft": True, "load_in_4bit": True, "dtype": "bfloat16"}
+    values["bf16"] = bf16
+    versions = ReadOptions(versions=asked_versions("trl=0.15.2"))
+    job = translation_of({**values, "per_device_train_batch_size": 1, "max_length": 64}, versions).job
+    assert (job.precision.parameters, job.precision.compute) == (precision, precision)
+    assert job.framework_options["quantized_compute_dtype"] == "bfloat16" if not bf16 else job.framework_options["autocast"]

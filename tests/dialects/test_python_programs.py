@@ -66,6 +66,9 @@ def test_calls_on_the_loaded_network_count():
     assert read.job.activation_checkpointing.mode == "full"
     assert read.job.framework_options["ends_in_float32"]
     assert read.job.framework_options["norms_in_float32"]
+    alone = translation_of(prepared.replace("bf16=True", "bf16=False")).job  # no autocast: attention is in float32 too
+    assert (alone.precision.parameters, alone.precision.compute) == ("float32", "float32")
+    assert alone.framework_options["quantized_compute_dtype"] == "bfloat16"
     plain = translation_of(prepared.replace("load_in_4bit=True", "load_in_4bit=False"))
     assert [finding.direction for finding in plain.findings if "kbit_training" in finding.parameter] == ["more"]
 

@@ -38,7 +38,9 @@ _FILE = re.compile(r".+\.(ya?ml|json|toml)")
 _PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
 _OF_VERL = re.compile(r"(ppo|sft)(_megatron|_veomni)?_trainer(_engine)?(\.ya?ml)?")
 """verl's own configuration files, which contain its defaults."""
-_BEFORE = re.compile(r"(.*/)?(srun|mpirun|mpiexec|nohup|numactl|time|env|sudo|nsys|ncu|exec|uv|poetry|run|conda|stdbuf)")
+_BEFORE = re.compile(
+    r"(.*/)?(srun|mpirun|mpiexec|nohup|numactl|time|env|sudo|nsys|ncu|exec|uv|poetry|run|conda|stdbuf|debugpy)"
+)
 _WITH_VALUE = words("""
     --extra --with --group --python --env-file --container-image --container-mounts --container-name --nodes --ntasks
     --ntasks-per-node --gpus-per-node --cpus-per-task --partition --job-name
