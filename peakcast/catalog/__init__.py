@@ -55,6 +55,7 @@ def gpu(name: str) -> Device:
     case. Raises: CatalogError with near misses."""
     key = _gpu_aliases().get(_folded(name, "gpu"))
     if key is None:
+        _refuse_several(name)
         hint = near_misses(name, gpu_names()) or f"; known: {', '.join(gpu_names())}."
         raise CatalogError(
             f"gpu={name!r} is not in the catalog{hint} A new GPU is a stanza in peakcast/catalog/gpus.toml.",
@@ -62,6 +63,19 @@ def gpu(name: str) -> Device:
             value=name,
         )
     return _device(key)
+
+
+def _refuse_several(name: str) -> None:
+    """Raises: CatalogError where `name` is several GPU types, such as "RTX4090+RTX3090", with the one that decides."""
+    known = [_gpu_aliases().get(_folded(each, "gpu")) for each in re.split(r"\s*[+,&]\s*", name)]
+    if len(known) > 1 and all(known):
+        least = min((_device(key) for key in known if key), key=lambda device: device.cuda_memory_bytes)
+        raise CatalogError(
+            f"gpu={name!r} is several GPU types. A run over unequal GPUs has to fit on the one with the least memory: ask "
+            f"with {least.name}. Which type to take, `peakcast search --gpu {','.join(filter(None, known))}` says.",
+            parameter="gpu",
+            value=name,
+        )
 
 
 def gpu_names() -> tuple[str, ...]:

@@ -174,6 +174,13 @@ def _flags(
     data = sections.get("dataset", {})
     length = plain.get("seq_length") or data.get("seq_length") or data.get("sequence_length")
     left |= {"seq_length": length} if length else {}
+    for key in ("seq_length", "sequence_length"):
+        if length and data.get(key) and str(data[key]) != str(length):
+            notes.warnings.append(
+                f"dataset.{key}={data[key]} is not model.seq_length={length}, which is counted, and Megatron-Bridge "
+                "refuses such a run: override both.",
+                "model.seq_length",
+            )
     left |= {key: ddp[key] for key in OF_DDP if ddp.get(key) is not None}
     left |= {flag: ddp[key] for key, flag in DDP.items() if ddp.get(key) is not None}
     optimizer = sections.get("optimizer", {})

@@ -71,6 +71,7 @@ OF_THE_STEP = re.compile(
 """Fields of a network's configuration that say how it is trained."""
 OTHERS = re.compile(
     r"(log|resume|tokenizer|trainer|data|optim|model)(\..*|$)|peft.*|.*_target_|fn"  # what is read of them is read by name
+    r"|y|yes|dryrun|detach|tail_logs"
 )
 
 

@@ -107,7 +107,9 @@ def _launched(
     if launch.launched_by == "accelerate":
         companions["accelerate"] = _accelerate(launch, here)
     values: dict[str, Any] = {}
-    arguments = launch.arguments
+    arguments = _spelled(launch)
+    if launch.program.startswith("trl ") and "accelerate_config" in arguments:
+        companions["accelerate"], arguments = _accelerate_of_trl(arguments, here)
     module = str(arguments.get("module", launch.env.get("MODULE", "")))
     found = nemo or registered(launch.program, module, launch.files, folder) or recipe_of(launch.program, arguments)
     if found is not None:
@@ -127,7 +129,7 @@ def _launched(
         env=launch.env,
         program="" if nemo is not None else launch.program,
         unset=script.unset,
-        remarks=tuple(dict.fromkeys((*script.notes, *(found.remarks if found is not None else ())))),
+        remarks=tuple(dict.fromkeys((*script.notes, *launch.remarks, *(found.remarks if found is not None else ())))),
     )
 
 
@@ -149,6 +151,25 @@ def _accelerate(launch: Launch, here: Pasted) -> Mapping[str, Any]:
     base = here.file(named, "accelerate", "--config_file") if named else here.companions.get("accelerate", {})
     here.used.update(name for name, mapping in here.companions.items() if mapping is base)
     return merged(base, of_flags(launch.launcher))
+
+
+def _spelled(launch: Launch) -> Mapping[str, Any]:
+    """The arguments of a program; with underscores for hyphens where its parser takes either, which axolotl's and
+    transformers' HfArgumentParser do."""
+    spelled = {key.replace("-", "_"): value for key, value in launch.arguments.items()}
+    of_trainer = {"model_name_or_path", "per_device_train_batch_size"} & set(spelled)
+    return spelled if of_trainer or launch.program.startswith(("axolotl", "trl ")) else launch.arguments
+
+
+def _accelerate_of_trl(arguments: Mapping[str, Any], here: Pasted) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """(accelerate's configuration that `trl sft --accelerate_config` names, the other arguments)."""
+    from peakcast.dialects.huggingface.accelerate import OF_TRL
+
+    named = str(arguments["accelerate_config"])
+    own = {"num_processes": arguments["num_processes"]} if "num_processes" in arguments else {}
+    shipped = OF_TRL.get(named) or here.file(named, "accelerate", "accelerate_config")
+    left = {key: value for key, value in arguments.items() if key not in ("accelerate_config", "num_processes")}
+    return {**shipped, **own}, left
 
 
 def _sourced(name: str, folder: Path | None) -> str | None:

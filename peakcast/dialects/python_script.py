@@ -19,6 +19,7 @@ from peakcast.dialects.common.asked_versions import AskedVersions
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation
 from peakcast.dialects.huggingface.trainer import PARTS, from_parts
+from peakcast.dialects.huggingface.trl_adapters import prepared_for_kbit_training
 from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH
 from peakcast.dialects.huggingface.whose_trainer import Whose
 from peakcast.dialects.python.calls import FunctionCall, NotGiven, plain_value
@@ -220,9 +221,8 @@ def _widened(job: TrainingJob, notes: Notes) -> TrainingJob:
     if job.finetuning.quantization == "gptq":
         return job
     if job.finetuning.quantization and job.parallelism.world_size == 1:
-        widened = {"ends_in_float32": True, "norms_in_float32": True}
         notes.assumptions.append("peft's prepare_model_for_kbit_training widens norms, embedding and head to float32.")
-        return job.replace(framework_options=FrozenMapping({**job.framework_options, **widened}))
+        return prepared_for_kbit_training(job)
     notes.unsupported.append(
         "peft's prepare_model_for_kbit_training widens weights that are not quantised, such as the embedding and the head, "
         "to float32, which is modelled for quantised networks on one GPU only: 2 bytes more for each of their parameters.",

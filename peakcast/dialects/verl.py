@@ -44,6 +44,10 @@ OPTIMIZERS = {
     "torchao.optim.AdamW4bit": "adamw_torch_4bit",
 }  # fmt: skip
 """A class of an optimizer -> its name in transformers."""
+NEWER_SFT = re.compile(r"(^|[./])sft_trainer(_ray)?(\.py)?$")
+"""verl's program of supervised fine-tuning since fsdp_sft_trainer."""
+SFT_SWITCHES = ("data.use_dynamic_bsz", "model.use_remove_padding", "model.enable_gradient_checkpointing")
+"""Switches that it has on by default (verl 0.9.1 trainer/config/sft_trainer_engine.yaml, model/hf_model.yaml)."""
 DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 
 
@@ -54,6 +58,11 @@ def from_verl(pasted: Pasted) -> Translation:
     values = {str(key).lstrip("+"): None if value in NOT_SET else value for key, value in given}
     settings = Settings(values, notes, "verl")
     updates = any(key.startswith(ROLES) for key in values) or "main_ppo" in pasted.program
+    if not updates and NEWER_SFT.search(pasted.program):
+        taken = [key for key in SFT_SWITCHES if key not in values]
+        notes.assumptions += [f"{key} is not given; verl's sft_trainer takes True." for key in taken]
+        values = {**dict.fromkeys(SFT_SWITCHES, True), **values}
+        settings = Settings(values, notes, "verl")
     inside = f"{ROLES}.actor." if updates else ""
     model = f"{ROLES}.model." if updates else "model."
     name = settings.model(pasted.model, f"{model}path", f"{model}partial_pretrain")
@@ -172,6 +181,10 @@ def _batch(settings: Settings, inside: str, num_gpus: int, generation: Generatio
     micro, whole = settings.integer(f"{own}micro_batch_size_per_gpu"), settings.integer(f"{own}micro_batch_size")
     if micro is None and whole is not None:  # of all ranks together (`_normalize_config_bsz`, verl until 0.2)
         micro = max(1, whole // num_gpus)
+        settings.notes.assumptions.append(
+            f"{settings.spell(f'{own}micro_batch_size')}={whole} is of all GPUs together, as in verl's first releases: "
+            f"{micro} on each. Later ones read {own}micro_batch_size_per_gpu alone."
+        )
     tokens = settings.integer(tokens_key, 16384 if inside else 8192)
     total = settings.integer(f"{own}mini_batch_size" if inside else "data.train_batch_size", 256)
     if total is not None and inside:  # of prompts, each with its completions

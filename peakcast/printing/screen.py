@@ -43,7 +43,7 @@ def prediction_text(p: Answer, *, details: bool = False) -> str:
 
 
 def _first_screen(p: Answer) -> Iterable[str]:
-    yield f"{_verdict(p)}\n{_asked(p.job)}"
+    yield f"{_verdict(p)}\n{wrapped(asked(p.job))}"
     yield _quantities(p)
     yield _ranks(p)
     yield _peak(p, NUM_KINDS)
@@ -54,7 +54,7 @@ def _first_screen(p: Answer) -> Iterable[str]:
 
 
 def _details(p: Answer) -> Iterable[str]:
-    yield f"{_verdict(p)}\n{_asked(p.job)}"
+    yield f"{_verdict(p)}\n{wrapped(asked(p.job))}"
     yield _quantities(p)
     yield _ranks(p)
     yield _peak(p)
@@ -76,7 +76,7 @@ def _verdict(p: Prediction) -> str:
     return _lines(f"{sentence_start(verdict_words(p))} on {p.gpu}{what}".split("\n"))
 
 
-def _asked(job: TrainingJob) -> str:
+def asked(job: TrainingJob) -> str:
     """The job in one line, so that users see for what the answer holds and what was assumed."""
     method = job.finetuning.method
     what = "inference" if job.task == "inference" else METHODS.get(method, f"adapters ({method})")
@@ -88,7 +88,7 @@ def _asked(job: TrainingJob) -> str:
     if job.task == "inference":
         prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
         batch = f"batch {job.micro_batch_size:,} × {prompt:,} tokens of prompt and {new:,} new"
-    return wrapped(f"Asked: {job.architecture.name}, {what}, {batch}, {gpus}, {job.framework}.")
+    return f"Asked: {job.architecture.name}, {what}, {batch}, {gpus}, {job.framework}."
 
 
 def _quantities(p: Prediction) -> str:

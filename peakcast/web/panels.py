@@ -24,6 +24,7 @@ from peakcast.core.findings import ordered, sentences
 from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.models.prediction.verdict import ranks_of_a_node
 from peakcast.printing.plans import candidate_sentences, columns_of, nothing_fits, plan_words, recommended_sentences
+from peakcast.printing.screen import asked
 from peakcast.printing.what_to_try import flags_text
 from peakcast.searching.found import Found
 from peakcast.web.asking import Answered
@@ -51,6 +52,7 @@ def answer_html(found: Answered) -> str:
         words=sentence_start(verdict_words(p)) + ".",
         reason=sentence_start(verdict_reason(p)),
         architecture=found.job.architecture.name,
+        asked=asked(found.job),
         part=phase_name(peak_part(p.peak_phase, p.phase_peaks_bytes)),
         prediction=p,
         capacity=100 * p.capacity_bytes / scale,

@@ -78,3 +78,11 @@ def test_no_alias_means_two_gpus() -> None:
     for name, row in catalog._gpus().items():
         for alias in (name, *row["aliases"]):
             assert names.setdefault(catalog._folded(alias), name) == name
+
+
+def test_of_unequal_gpus_the_one_with_the_least_memory_decides():
+    for several in ("RTX5090+RTX4090", "RTX4090, H100-80GB"):
+        with pytest.raises(CatalogError, match="has to fit on the one with the least memory: ask with RTX4090"):
+            catalog.gpu(several)
+    with pytest.raises(CatalogError, match="is not in the catalog"):
+        catalog.gpu("RTX4090+RTX9999")

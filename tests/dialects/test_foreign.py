@@ -58,6 +58,12 @@ FOUND = {
         "model: {type: llama, seq_len: 4096}\ntrainer: {train_batch_size: 32}\ndata: {tokenizer: x}\n",
     ],
     "a Firefly configuration": ['{"template_name": "qwen", "train_file": "a.jsonl", "lora_rank": 64, "output_dir": "o"}'],
+    "an alpaca-lora command": [
+        "python finetune.py --base_model x --data_path y --micro_batch_size 4 --cutoff_len 512 --lora_r 8 --train_on_inputs"
+    ],
+    "a FlagEmbedding command": [
+        "torchrun --nproc_per_node 2 -m FlagEmbedding.finetune.embedder.encoder_only.base --model_name_or_path x --fp16"
+    ],
     "an H2O LLM Studio experiment": [
         "architecture: {backbone_dtype: int4}\nllm_backbone: x\nproblem_type: text_causal_language_modeling\n"
     ],

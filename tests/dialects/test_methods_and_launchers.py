@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from peakcast.core.errors import SpecError
 from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.recognise import dialect_of
 from peakcast.dialects.translate import ReadOptions
@@ -174,3 +175,85 @@ def test_units_of_fsdp_that_are_parts_of_layers_are_told_of(name, told):
     values = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": shards}
     translation = translation_of(values, ReadOptions(model="gpt2"))
     assert any("parts of layers" in sentence for sentence in translation.unsupported) is told
+
+
+def test_a_switch_that_is_on_by_default_is_off_with_no_before_it():
+    """HfArgumentParser (transformers hf_argparser.py) makes such a flag for every switch whose default is true."""
+    off = "--no_gradient_checkpointing --no_remove_unused_columns"
+    command = f"python dpo.py --model_name_or_path gpt2 --learning_rate 1e-5 {off} {{}}\n"
+    read = translation_of(command.format("--output_dir o"))
+    assert (read.job.activation_checkpointing.mode, read.unknown) == ("none", ())
+    assert translation_of(command.format("--no_mystery")).unknown == ("no_mystery",)
+
+
+def test_programs_of_trl_are_known_by_either_order_of_their_words():
+    """trl's examples/scripts have online_dpo.py and dpo_online.py, both of which generate, and prm.py, whose network scores
+    tokens."""
+    for name in ("online_dpo", "dpo_online"):
+        with pytest.raises(SpecError, match="online DPO holds more than one training step's tensors"):
+            translation_of(f"python examples/scripts/{name}.py --model_name_or_path gpt2 --per_device_train_batch_size 8\n")
+    scores = translation_of("python examples/scripts/prm.py --model_name_or_path gpt2 --per_device_train_batch_size 8\n")
+    assert (scores.job.loss.kind, scores.job.micro_batch_size, scores.job.precision.parameters) == ("reward", 8, "float32")
+    assert any("scores each token" in sentence for sentence in scores.unsupported)
+
+
+def test_a_mapping_in_a_command_is_json():
+    command = "python sft.py --model_name_or_path gpt2 --learning_rate 1e-5 --gradient_checkpointing_kwargs '{}'\n"
+    for reentrant in (True, False):
+        job = translation_of(command.format(f'{{"use_reentrant": {str(reentrant).lower()}}}')).job
+        assert job.activation_checkpointing.use_reentrant is reentrant
+    with pytest.raises(SpecError, match="must be a mapping"):
+        translation_of(command.format("{use"))
+
+
+def test_trls_own_names_of_accelerates_configurations():
+    command = "trl sft --model_name_or_path gpt2 --max_length 64 --accelerate_config {}\n"
+    found = {name: translation_of(command.format(name)) for name in ("fsdp1", "fsdp2", "zero2", "zero3", "multi_gpu")}
+    assert not any(read.unknown for read in found.values())
+    assert [name for name, read in found.items() if read.unsupported] == ["fsdp1"]  # it gathers ahead in forward
+    layouts = {name: read.job.parallelism for name, read in found.items()}
+    assert [(each.sharding, each.zero_stage, each.data_parallel_size) for each in layouts.values()] == [
+        ("fsdp1", 0, 8), ("fsdp2", 0, 8), ("none", 2, 8), ("none", 3, 8), ("none", 0, 8),
+    ]  # fmt: skip
+    assert translation_of(command.format("zero2 --num_processes 4")).job.parallelism.data_parallel_size == 4
+    with pytest.raises(SpecError, match=r"accelerate_config='mine.yaml' in the text is another file"):
+        translation_of(command.format("mine.yaml"))
+
+
+def test_hyphens_stand_for_underscores_where_a_programs_parser_takes_either(tmp_path):
+    (tmp_path / "run.yml").write_text("base_model: gpt2\nmicro_batch_size: 1\nsequence_len: 64\nbf16: true\n")
+    (tmp_path / "run.sh").write_text("axolotl train run.yml --micro-batch-size 4 --sequence-len=128\n")
+    read = translation_of(tmp_path / "run.sh")
+    assert (read.job.micro_batch_size, read.job.sequence_length, read.unknown) == (4, 128, ())
+    read = translation_of("python sft.py --model-name-or-path gpt2 --per-device-train-batch-size 3 --max-length 64\n")
+    assert (read.job.micro_batch_size, read.job.sequence_length, read.unknown) == (3, 64, ())
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [("CUDA_VISIBLE_DEVICES=0,1,2", 3), ("NPROC_PER_NODE=4 NNODES=2", 8), ("CUDA_VISIBLE_DEVICES=1", 1), ("", 1)],
+)
+def test_llamafactorys_command_starts_a_process_for_each_gpu_that_it_sees(environment, ranks):
+    flags = "stage=sft model_name_or_path=gpt2 template=default cutoff_len=64 finetuning_type=full bf16=true"
+    read = translation_of(f"{environment} llamafactory-cli train {flags}\n".lstrip())
+    assert read.job.parallelism.data_parallel_size == ranks
+    assert any("the number of GPUs is not given" in sentence for sentence in read.assumptions) == (not environment)
+
+
+def test_of_several_different_trainings_the_last_one_is_read_and_that_is_said():
+    script = "for bs in 1 4; do\n  python sft.py --model_name_or_path gpt2 --per_device_train_batch_size $bs\ndone\n"
+    read = translation_of(script)
+    assert read.job.micro_batch_size == 4
+    assert "The script starts 2 different trainings; the last one is read." in read.assumptions
+    assert not any("different trainings" in each for each in translation_of(script.replace("1 4", "4 4")).assumptions)
+
+
+@pytest.mark.parametrize(("bf16", "precision"), [(True, "bfloat16"), (False, "float32")])
+def test_quantised_networks_of_older_trl_are_in_float32_without_autocast(bf16, precision):
+    """trl 0.15.2 prepare_peft_model: peft's prepare_model_for_kbit_training, and casts to bf16 only with `args.bf16`."""
+    values = {"model_name_or_path": "llama-3.2-1b", "use_peft": True, "load_in_4bit": True, "dtype": "bfloat16"}
+    values["bf16"] = bf16
+    versions = ReadOptions(versions=asked_versions("trl=0.15.2"))
+    job = translation_of({**values, "per_device_train_batch_size": 1, "max_length": 64}, versions).job
+    assert (job.precision.parameters, job.precision.compute) == (precision, precision)
+    assert job.framework_options["quantized_compute_dtype"] == "bfloat16" if not bf16 else job.framework_options["autocast"]

@@ -51,7 +51,7 @@ def finetune_recipe(num_nodes=1, num_gpus_per_node=8, peft_scheme="lora") -> run
     if peft_scheme is None or peft_scheme.lower() == "none":
         recipe.trainer.strategy.tensor_model_parallel_size = 2
     elif peft_scheme.lower() in ["lora", "dora"]:
-        recipe.peft = run.Config(LoRA)
+        recipe.peft = run.Config(PEFT_STR2CLS[peft_scheme.lower()])
         recipe.peft.dim = 8
     return recipe
 """
@@ -107,9 +107,12 @@ def test_a_factory_is_read_with_its_arguments_and_overrides(package):
 
 
 def test_fine_tuning_follows_its_scheme(package):
-    adapters = translation_of("nemo llm finetune --factory llama3_8b\n")
+    adapters = translation_of("nemo llm finetune --factory llama3_8b -y\n")
     tuning = adapters.job.finetuning
     assert (adapters.unsupported, tuning.method, tuning.rank, tuning.targets) == ((), "lora", 8, ())
+    assert adapters.unknown == ()
+    other = translation_of("nemo llm finetune --factory 'llama3_8b(peft_scheme=\"DoRA\")'\n")
+    assert [sentence.split(" is ")[0] for sentence in other.unsupported] == ["peft=dora"]
     whole = translation_of("nemo llm finetune --factory 'llama3_8b(peft_scheme=None)'\n")
     assert (whole.unsupported, whole.job.parallelism.tensor_parallel_size) == ((), 2)
     assert whole.job.finetuning.method == "full"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from peakcast.core.errors import SpecError
+from peakcast.core.fields import FrozenMapping
+from peakcast.dialects.common.asked_versions import AskedVersions
 from peakcast.dialects.common.pasted import Document, merged
 from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
@@ -113,3 +115,36 @@ def test_a_key_is_named_as_it_is_written():
 def test_what_oumi_or_the_job_cannot_do_is_refused(change, says):
     with pytest.raises(SpecError, match=says):
         read(change)
+
+
+OUMI = """
+model: {{model_name: llama-3.2-1b, model_max_length: 1024, torch_dtype_str: bfloat16, attn_implementation: sdpa}}
+training: {{trainer_type: {}, use_peft: {}, per_device_train_batch_size: 2, enable_gradient_checkpointing: true,
+  gradient_checkpointing_kwargs: {{use_reentrant: false}}, optimizer: adamw_torch_fused}}
+peft: {{lora_r: 8, lora_alpha: 16, lora_dropout: 0.0, lora_target_modules: [q_proj, v_proj]}}
+"""
+TRL = """
+model_name_or_path: llama-3.2-1b
+per_device_train_batch_size: 2
+max_length: 1024
+bf16: false
+dtype: bfloat16
+gradient_checkpointing_kwargs: {{use_reentrant: false}}
+optim: adamw_torch_fused
+attn_implementation: sdpa
+lora_r: 8
+lora_alpha: 16
+lora_dropout: 0.0
+lora_target_modules: [q_proj, v_proj]
+use_peft: {}
+{}
+"""
+
+
+@pytest.mark.parametrize(("trainer", "key"), [("TRL_SFT", ""), ("TRL_DPO", "precompute_ref_log_probs: false")])
+@pytest.mark.parametrize("adapts", ["true", "false"])
+def test_a_run_is_the_same_job_in_oumis_words_and_in_trls(trainer, key, adapts):
+    versions = AskedVersions(FrozenMapping({"trl": "1.5", "transformers": "4.57.3"}))
+    texts = OUMI.format(trainer, adapts), TRL.format(adapts, key)
+    oumi, trl = (translation_of(text, ReadOptions(versions=versions)).job for text in texts)
+    assert oumi == trl

@@ -27,6 +27,7 @@ AXOLOTL_GRPO = {
         "vllm_server_host": "0.0.0.0", "reward_funcs": ["rewards.accuracy"], "reward_weights": [1.0],
     },
 }  # fmt: skip
+OLDER = ("fsdp_sft_trainer", "partial_pretrain")
 AXOLOTL_KTO = {
     "base_model": "llama-3.2-1b", "rl": "kto", "rl_beta": 0.1, "kto_desirable_weight": 0.2, "micro_batch_size": 4,
     "sequence_len": 1024, "bf16": True, "adapter": "lora", "lora_r": 8, "lora_target_linear": True,
@@ -97,6 +98,16 @@ def test_hydras_null_is_no_value():
     )
     read = translation_of(command)
     assert (read.job.framework, read.job.parallelism.virtual_pipeline_stages, read.unknown) == ("megatron", 1, ())
+
+
+def test_verls_newer_program_of_fine_tuning_fills_rows_of_tokens_and_checkpoints():
+    """verl 0.9.1 trainer/config/sft_trainer_engine.yaml and model/hf_model.yaml; its first programs did neither."""
+    command = "torchrun --nproc_per_node=8 -m verl.trainer.{} model.{}=qwen3-8b data.micro_batch_size_per_gpu=4\n"
+    newer, older = (translation_of(command.format(*words)).job for words in (("sft_trainer", "path"), OLDER))
+    assert (newer.micro_batch_size, newer.sequence_length, newer.activation_checkpointing.mode) == (1, 8192, "full")
+    assert (older.micro_batch_size, older.sequence_length, older.activation_checkpointing.mode) == (4, 1024, "none")
+    rows = translation_of(command.format("sft_trainer", "path").rstrip() + " data.use_dynamic_bsz=False\n").job
+    assert (rows.micro_batch_size, rows.sequence_length, rows.batch.form) == (4, 1024, "padding_free")
 
 
 def test_a_mini_batch_of_verl_is_of_prompts_with_several_completions_each():

@@ -66,6 +66,9 @@ def test_calls_on_the_loaded_network_count():
     assert read.job.activation_checkpointing.mode == "full"
     assert read.job.framework_options["ends_in_float32"]
     assert read.job.framework_options["norms_in_float32"]
+    alone = translation_of(prepared.replace("bf16=True", "bf16=False")).job  # no autocast: attention is in float32 too
+    assert (alone.precision.parameters, alone.precision.compute) == ("float32", "float32")
+    assert alone.framework_options["quantized_compute_dtype"] == "bfloat16"
     plain = translation_of(prepared.replace("load_in_4bit=True", "load_in_4bit=False"))
     assert [finding.direction for finding in plain.findings if "kbit_training" in finding.parameter] == ["more"]
 
@@ -233,5 +236,7 @@ def test_a_recipe_of_megatron_bridge_is_read_from_the_package(tmp_path, monkeypa
     assert (job.architecture.name, job.micro_batch_size, job.sequence_length) == ("llama-3.2-1b", 1, 4096)
     assert (job.parallelism.tensor_parallel_size, job.parallelism.data_parallel_size) == (2, 4)
     assert (job.gradient_accumulation_steps, job.parallelism.zero_stage) == (8, 1)
-    assert read.unknown == ()
+    assert (read.unknown, read.warnings) == ((), ())
+    (warning,) = translation_of(text.replace("train.micro", "dataset.sequence_length=2048 train.micro")).warnings
+    assert warning.startswith("dataset.sequence_length=2048 is not model.seq_length=4096, which is counted")
     assert "megatron.bridge" not in sys.modules

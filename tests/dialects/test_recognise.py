@@ -196,7 +196,7 @@ def test_megatrons_file_of_settings_goes_with_flags(tmp_path):
 @pytest.mark.parametrize(
     ("name", "values", "says"),
     [
-        ("torchtitan", {"model": {"name": "llama3", "flavor": "debugmodel"}, "training": {}}, "has no known shape here"),
+        ("torchtitan", {"model": {"name": "llama3", "flavor": "debugmodel"}, "training": {}}, "dryrun -- torchrun"),
         (
             "torchtitan",
             {"model": {"flavor": "8B"}, "training": {"global_batch_size": 7}},

@@ -39,6 +39,8 @@ MERGES = "a: &a {x: 1}\n" + "".join(
         ("{[a]: 1}", "YAML", "is not valid YAML"),
         ("a: " + "9" * 5000, "YAML", "is not valid YAML"),
         ("{'a': 1}", "JSON", "is not valid JSON"),
+        ('{"a": 1}\n\n{"a": 2}\n', "JSON", "holds 2 JSON values, one a line: give one of them, or ask all of them by"),
+        ('{"a": 1}\n{"a"\n', "JSON", "is not valid JSON"),
         ("a: 1", "TOML", "is not valid TOML"),
     ],
     ids=lambda value: str(value)[:20].strip(),
@@ -89,6 +91,8 @@ def test_a_memory_snapshot_in_the_place_of_a_job_is_shown_to_replay(tmp_path, pr
         ("export A=1\npython x.py", "", "shell"),
         ("torchrun --nproc_per_node 8 pretrain_gpt.py --bf16", "", "shell"),
         ("ARGS=(\n --bf16\n)", "", "shell"),
+        ("NPROC_PER_NODE=8 HF_HOME=/x megatron sft --model x", "", "shell"),
+        ('title="a torchrun b"\n[model]\n', "", "TOML"),
         ("import torch", ".py", "Python"),
     ],
 )

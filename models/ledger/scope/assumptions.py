@@ -60,7 +60,7 @@ def assumption_on_liger_kernels(job: TrainingJob) -> str:
             "set framework_options.liger_kernels=true, or name versions.liger_kernel, if they run."
         )
     whole = family_of(job.architecture).libraries.liger != "layers"
-    if chosen.get("liger_kernels") and not fuses_loss(job) and whole:
+    if chosen.get("liger_kernels") and not fuses_loss(job) and whole and chosen.get("loss_kernel") != "tiles":
         return (
             "Liger's kernels inside layers are assumed alone, with all logits there: set "
             "loss.fused_linear_cross_entropy=true if use_liger_kernel is what runs."

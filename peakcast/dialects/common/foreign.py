@@ -95,6 +95,12 @@ FOREIGN: tuple[Foreign, ...] = (
         ("llm_backbone problem_type|training",),
     ),
     Foreign("a Firefly configuration", f"{JOB}; its QLoRA is --method qlora", ("template_name train_file|train_mode",)),
+    Foreign(
+        "an alpaca-lora command",
+        f"{JOB}; its LoRA on weights of 8 bits is --method qlora --quantization int8 --lora-rank 8",
+        ("base_model cutoff_len train_on_inputs|lora_target_modules|group_by_length|lora_r",),
+    ),
+    Foreign("a FlagEmbedding command", DRYRUN, (), ("FlagEmbedding",)),
     Foreign("a torchtune recipe of PPO", POLICY, ("policy_model._component_",)),
     Foreign("a Colossal-AI program", JOB, (), ("colossalai",)),
     Foreign("a BMTrain program", JOB, (), ("bmtrain",)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from peakcast.dialects.common.translation import Settings
@@ -16,9 +16,19 @@ def frozen_parts(settings: Settings, keys: Mapping[str, str]) -> tuple[str, ...]
     return tuple(part for part, key in keys.items() if settings.switch(key, part != "language"))
 
 
-def with_frozen_parts(job: TrainingJob, parts: tuple[str, ...], settings: Settings, keys: Mapping[str, str]) -> TrainingJob:
-    """`job` with `parts` frozen, for all weights and for adapters; networks without images as they are."""
+def with_frozen_parts(
+    job: TrainingJob, parts: tuple[str, ...], settings: Settings, keys: Mapping[str, str], limits: Iterable[str] = ()
+) -> TrainingJob:
+    """`job` with `parts` frozen, for all weights and for adapters; networks without images as they are. `limits`: settings
+    that are given and limit the size of images."""
     if not sees_images(job.architecture):
+        for key in limits:
+            settings.notes.unsupported.append(
+                f"{key} is of images, and {job.architecture.name} reads text alone: the vision tower and the tokens of "
+                "images are not in the number. --model takes the config.json of a network that sees images.",
+                key,
+                "more",
+            )
         return job
     if not any(map(settings.given, keys.values())):
         settings.notes.assumptions.append(

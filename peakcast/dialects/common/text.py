@@ -19,13 +19,14 @@ MAX_SLOW_CHARACTERS = 2**19
 """The same limit for YAML and TOML, whose parsers take seconds for a megabyte."""
 
 ENDINGS = {
-    ".json": "JSON", ".yaml": "YAML", ".yml": "YAML", ".toml": "TOML",
+    ".json": "JSON", ".jsonl": "JSON", ".yaml": "YAML", ".yml": "YAML", ".toml": "TOML",
     ".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".py": "Python", ".ipynb": "JSON",
 }  # fmt: skip
 """Ending of a file's name -> its format."""
 _COMMAND = re.compile(
     r"^#!.*\b(?:ba|z)?sh\b"
-    r"|^[ \t]*(?:export[ \t]+\w+=|\w+=\(|(?:torchrun|srun|deepspeed|accelerate|python3?|axolotl|llamafactory-cli)\s"
+    r"|^[ \t]*(?:\w+=[^\s\"']*[ \t]+)*"
+    r"(?:export[ \t]+\w+=|\w+=\(|(?:torchrun|srun|deepspeed|accelerate|python3?|axolotl|llamafactory-cli)\s"
     r"|(?:swift|megatron|trl|litgpt|tune|ray|nemo|automodel|uv|colossalai|oumi|fairseq2)[ \t]+[a-z])"
     r"|^[ \t]*\S{0,400}?pretrain_\w{1,100}\.py\b",
     re.MULTILINE,
@@ -105,8 +106,23 @@ def parse(text: str, kind: str, where: str) -> Any:
     try:
         return _PARSERS[kind](text)
     except ValueError as error:
+        if kind == "JSON" and (questions := _lines_of_json(text)):
+            raise SpecError(
+                f"{where} holds {questions} JSON values, one a line: give one of them, or ask all of them by `peakcast "
+                f'predict --batch {where}`, each line as {{"job": ..., "gpu": "H100-80GB"}}.'
+            ) from error
         why = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
         raise SpecError(f"{where} is not valid {kind}: {why}.") from error
+
+
+def _lines_of_json(text: str) -> int:
+    """How many lines `text` has if it is JSON Lines, as batches are; 0 if it is not."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    try:
+        whole = all(isinstance(bounded.json_value(line), dict) for line in lines)
+    except ValueError:
+        return 0
+    return len(lines) if whole and len(lines) > 1 else 0
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {

@@ -21,6 +21,32 @@ KINDS = {
 }  # fmt: skip
 MIXED = ("no", "fp16", "bf16", "fp8")
 """Values of `mixed_precision` (accelerate 1.15 utils/dataclasses.py, PrecisionType)."""
+_SHARDS = {
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_activation_checkpointing": False, "fsdp_offload_params": False,
+}  # fmt: skip
+OF_TRL: dict[str, dict[str, Any]] = {
+    "single_gpu": {"distributed_type": "NO", "mixed_precision": "bf16"},
+    "multi_gpu": {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16", "num_processes": 8},
+    "fsdp1": {
+        "distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 8,
+        "fsdp_config": {
+            **_SHARDS, "fsdp_version": 1, "fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_use_orig_params": True,
+            "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": True, "fsdp_sync_module_states": True,
+        },
+    },
+    "fsdp2": {
+        "distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 8,
+        "fsdp_config": {**_SHARDS, "fsdp_version": 2, "fsdp_reshard_after_forward": True},
+    },
+    **{
+        f"zero{stage}": {
+            "distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "num_processes": 8,
+            "deepspeed_config": {"zero_stage": stage},
+        }
+        for stage in (1, 2, 3)
+    },
+}  # fmt: skip
+"""What trl's `--accelerate_config` names (trl 1.16 accelerate_configs/*.yaml)."""
 _DEEPSPEED = {
     "zero_stage": ("stage",),
     "offload_optimizer_device": ("offload_optimizer", "device"),

@@ -36,6 +36,7 @@ METHODS: dict[str, Method] = {
     "ipo": Method(2, "dpo"),
     "rm": Method(2, "reward"),
     "reward": Method(2, "reward"),
+    "prm": Method(1, "reward"),
     "orpo": Method(2, "cross_entropy"),
     "cpo": Method(2, "cross_entropy"),
     "simpo": Method(2, "cross_entropy"),
@@ -48,9 +49,10 @@ METHODS: dict[str, Method] = {
 }
 NOT_MODELLED = {
     "ppo": "PPO", "gkd": "distillation", "gold": "distillation", "distillation": "distillation", "minillm": "distillation",
+    "dpo_online": "online DPO",
     "sdft": "self-distillation", "sdpo": "self-distillation", "iw_opd": "distillation", "online_dpo": "online DPO",
     "async_grpo": "GRPO with its completions made meanwhile", "a2po": "A*PO", "xpo": "XPO", "nash_md": "Nash-MD",
-    "prm": "PRM", "gspo": "GSPO", "gdpo": "GDPO", "ebft": "EBFT",
+    "gspo": "GSPO", "gdpo": "GDPO", "ebft": "EBFT",
 }  # fmt: skip
 
 
@@ -129,6 +131,8 @@ def with_method(
             f"The loss of {name} over log-probabilities is not modelled; the cross entropy's is assumed.", parameter
         )
         return job.replace(micro_batch_size=size)
+    if word == "prm":
+        notes.unsupported.append("The head of prm, which scores each token, is counted as a reward model's.", parameter)
     loss = _loss(job, method.kind, generation, precomputed=precomputed, of_completions=not whole_logits)
     options = dict(job.framework_options)
     if method.kind in REFERRING and whole_logits:

@@ -16,6 +16,7 @@ from peakcast.dialects.common.generation import READ, RLOO_BETA, SAMPLING, Gener
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import AlternativeReading, Notes, Settings, Translation
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
+from peakcast.dialects.huggingface.command import as_in_a_file
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import METHODS, method_of_program, with_method
 from peakcast.dialects.huggingface.trl_adapters import trl_computes_in, with_casts_of_trl
@@ -129,7 +130,7 @@ def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Transla
     parts = {name: values for name, values in pasted.companions.items() if name in PARTS}
     if role in parts:
         raise SpecError(f"{SAYS[role]} is given twice, in {pasted.where} and in another file; keep one.")
-    parts[role] = pasted.values
+    parts[role] = as_in_a_file(pasted.values) if pasted.program else pasted.values
     given = {key: value for key, value in parts.get("training", {}).items() if value is not None}
     whose = whose or whose_trainer(pasted.program, given)
     read = _of_parts(pasted, parts, whose)

@@ -14,6 +14,7 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.core.versions import resolved
 from peakcast.dialects.common.translation import Notes
 from peakcast.dialects.huggingface.trl_defaults import Default, has_default
+from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
 NARROWS = Default("bfloat16", (1, 0), (4, 56))
@@ -35,8 +36,21 @@ def with_casts_of_trl(job: TrainingJob, versions: Mapping[str, Any], notes: Note
             precision=replace(job.precision, gradients="bfloat16", optimizer_states="bfloat16"),
         )
     notes.assumptions.append("trl before 1.0 widens the norms of quantised networks to float32 (prepare_peft_model).")
+    if not conventions(job).get("autocast"):
+        return prepared_for_kbit_training(job)
     narrow_ends = kind == "nf4" and job.precision.compute == "bfloat16"
     widened = {"norms_in_float32": True, **({} if narrow_ends else {"ends_in_float32": True})}
+    return job.replace(framework_options=FrozenMapping({**job.framework_options, **widened}))
+
+
+def prepared_for_kbit_training(job: TrainingJob) -> TrainingJob:
+    """`job` after peft's prepare_model_for_kbit_training (peft 0.21 utils/other.py), which makes float32 of all 16-bit
+    weights that are not quantised. Without autocast all is in float32 then, attention too, but products of 4-bit layers."""
+    widened: dict[str, Any] = {"ends_in_float32": True, "norms_in_float32": True}
+    if not conventions(job).get("autocast"):
+        multiplies = job.framework_options.get("quantized_compute_dtype", job.precision.compute)
+        widened = {"quantized_compute_dtype": multiplies} if job.finetuning.quantization == "nf4" else {}
+        job = job.replace(precision=replace(job.precision, parameters="float32", compute="float32"))
     return job.replace(framework_options=FrozenMapping({**job.framework_options, **widened}))
 
 

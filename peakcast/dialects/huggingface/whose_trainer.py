@@ -35,7 +35,8 @@ SCORING_SCRIPTS = {
 """Of transformers 5's example scripts `run_<name>.py` whose networks make no logits of the vocabulary: the network's class,
 and the default of max_seq_length (None: as long as the longest sample)."""
 TRL_SCRIPT = re.compile(
-    r"trl( .*)?|((run_)?(sft|dpo|kto|bco|grpo|orpo|cpo|tpo|rloo|gmpo|reward)|reward_modeling|sft_vlm|sft_video_llm)\.py"
+    r"trl( .*)?|(reward_modeling|(run_)?(sft|dpo|kto|bco|grpo|orpo|cpo|tpo|rloo|gmpo|reward|prm)"
+    r"(_vlm\w*|_video_llm|_gemma3|_gpt_oss|_agent)?)\.py"
 )
 
 

@@ -144,7 +144,8 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         spell=speller(TRAINING, ADAPTER),
     )
     frozen = frozen_parts(settings, FREEZING)
-    translation = replace(translation, job=with_frozen_parts(translation.job, frozen, settings, FREEZING))
+    limits = [key for key in ("image_max_pixels",) if settings.given(key)]
+    translation = replace(translation, job=with_frozen_parts(translation.job, frozen, settings, FREEZING, limits))
     for key, optimizer in OWN_OPTIMIZERS.items():
         if settings.switch(key):
             translation = translation.changed(partial(TrainingJob.replace, optimizer=optimizer))

@@ -125,7 +125,14 @@ class Expressions:
                 if isinstance(held, NotGiven) or bool(held) == decides:
                     return held
             return not decides
-        return _not_given(node)
+        return self._entry(node) if isinstance(node, ast.Subscript) else _not_given(node)
+
+    def _entry(self, node: ast.Subscript) -> Any:
+        """The value under a key; of a mapping that is not known, what names the mapping and the key."""
+        held, key = self.value(node.value), self.value(node.slice)
+        if isinstance(held, dict) and isinstance(key, (str, int)) and key in held:
+            return held[key]
+        return NotGiven(f"{ast.unparse(node.value)[:60]}.{key}") if isinstance(key, str) else _not_given(node)
 
     def _returned(self, node: ast.Call) -> Any:
         """The value of a call: the keyword arguments for the construction of an object, or the default for an environment

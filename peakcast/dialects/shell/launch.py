@@ -38,7 +38,9 @@ _FILE = re.compile(r".+\.(ya?ml|json|toml)")
 _PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
 _OF_VERL = re.compile(r"(ppo|sft)(_megatron|_veomni)?_trainer(_engine)?(\.ya?ml)?")
 """verl's own configuration files, which contain its defaults."""
-_BEFORE = re.compile(r"(.*/)?(srun|mpirun|mpiexec|nohup|numactl|time|env|sudo|nsys|ncu|exec|uv|poetry|run|conda|stdbuf)")
+_BEFORE = re.compile(
+    r"(.*/)?(srun|mpirun|mpiexec|nohup|numactl|time|env|sudo|nsys|ncu|exec|uv|poetry|run|conda|stdbuf|debugpy)"
+)
 _WITH_VALUE = words("""
     --extra --with --group --python --env-file --container-image --container-mounts --container-name --nodes --ntasks
     --ntasks-per-node --gpus-per-node --cpus-per-task --partition --job-name
@@ -61,6 +63,8 @@ class Launch:
     launched_by: str = ""
     """The launcher: torchrun, deepspeed or accelerate."""
     env: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    """Sentences about what of the script is not answered."""
 
 
 def launch_of(script: Script, text: str, where: str) -> Launch:
@@ -78,6 +82,9 @@ def launch_of(script: Script, text: str, where: str) -> Launch:
             "llamafactory-cli train); give the configuration itself, or the command with its arguments."
         )
     chosen = trainings[-1]
+    several = len({(each.program, repr(sorted(each.arguments.items(), key=str)), each.files) for each in trainings})
+    if several > 1:
+        chosen = replace(chosen, remarks=(f"The script starts {several} different trainings; the last one is read.",))
     if chosen.num_gpus is None and (gpus := sbatch_gpus(text)) is not None:
         chosen = replace(chosen, num_gpus=gpus)
     return chosen
@@ -158,6 +165,7 @@ def _launch(command: ShellCommand) -> Launch | None:
                 return _program([f"tune run {rest[0]}" if rest else "tune run"], rest[1:], num_gpus, launcher, env)
             verbs = 2 if name == "nemo" else 1  # nemo llm pretrain
             program = " ".join([name, *words[1 : 1 + verbs]])
+            num_gpus = _visible(name, env) if num_gpus is None else num_gpus
             found = _program([program], _with_network(program, words[1 + verbs :]), num_gpus, launcher, env)
             return replace(found, launched_by=by)
         elif name == "run_train.sh":  # torchtitan's; reads its file and number of GPUs from the environment
@@ -174,6 +182,16 @@ def _launch(command: ShellCommand) -> Launch | None:
         else:
             return None
     return None
+
+
+def _visible(name: str, env: Mapping[str, str]) -> int | None:
+    """The processes that `llamafactory-cli` starts: NPROC_PER_NODE, or one for each GPU that it sees, on NNODES
+    (launcher.py); None if the environment does not say, and for other programs."""
+    if name != "llamafactory-cli":
+        return None
+    seen = [each for each in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+    each, nodes = env.get("NPROC_PER_NODE") or str(len(seen) or ""), env.get("NNODES") or "1"
+    return int(each) * int(nodes) if all(re.fullmatch(r"[1-9]\d{0,5}", text) for text in (each, nodes)) else None
 
 
 def _with_network(program: str, words: list[str]) -> list[str]:

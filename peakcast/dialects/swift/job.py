@@ -131,7 +131,8 @@ def from_swift(pasted: Pasted) -> Translation:
         num_gpus,
         versions=pasted.versions.of("huggingface"),
     )
-    job = with_frozen_parts(notes.include(translation), frozen, settings, FREEZING)
+    limits = [name for name in ("MAX_PIXELS",) if pasted.env.get(name)] or [k for k in ("max_pixels",) if settings.given(k)]
+    job = with_frozen_parts(notes.include(translation), frozen, settings, FREEZING, limits)
     job = with_shared_sequences(job, settings, "sequence_parallel_size")
     who = "ms-swift (rlhf_trainers)" if method not in ("sft", "pt") else ""
     return notes.finish(with_method(job, method, "rlhf_type", notes, generation=generation, whole_logits=who))

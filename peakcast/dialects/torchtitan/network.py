@@ -51,7 +51,9 @@ def torchtitan_network(settings: Settings, pasted: Pasted) -> Architecture:
         return resolve_architecture(PurePath(assets).name)
     names = ", ".join(sorted({f"{family} {size.upper()}" for family, size in FLAVORS}))
     raise SpecError(
-        f"model.flavor={flavor!r} of model.name={name!r} has no known shape here; known: {names}. --model names another.",
+        f"model.flavor={flavor!r} of model.name={name!r} has no known shape here; known: {names}. --model names another, "
+        "or the config.json with its shape. A flavor for debugging is followed by its own command, without a GPU: "
+        "peakcast dryrun -- torchrun ... -m torchtitan.train ...",
         parameter="model.flavor",
         value=flavor,
     )

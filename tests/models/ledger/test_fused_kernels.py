@@ -148,6 +148,8 @@ def test_a_fused_loss_with_ligers_version_has_its_layer_kernels_too():
     layers = FrozenMapping({"liger_kernels": True})
     assert "kernels inside layers are assumed alone" in assumption_on_liger_kernels(job(framework_options=layers))
     assert assumption_on_liger_kernels(job()) == ""
+    tiles = FrozenMapping({"liger_kernels": True, "loss_kernel": "tiles"})  # of TRL's own head, which makes no whole logits
+    assert assumption_on_liger_kernels(job(framework_options=tiles)) == ""
 
 
 def test_where_fused_kernels_are_not_counted():

@@ -13,7 +13,7 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, Loss, Optimizer, Parallelism, Precision, TrainingJob
 from peakcast.models.baseline.ledger import ledger
-from peakcast.timelines.timeline import Category, Timeline
+from peakcast.timelines.timeline import Category, Phase, Timeline
 
 DEVICE = gpu("A100-80GB")
 HELD = (Category.PARAMETERS, Category.MAIN_PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES)
@@ -227,3 +227,27 @@ def test_stages_between_the_ends_hold_less_the_later_they_are(stages):
     )
     peaks = [ledger(job, device=DEVICE, rank=stage).peak().num_bytes for stage in range(stages)]
     assert peaks[1:-1] == sorted(peaks[1:-1], reverse=True)
+
+
+LAYOUTS = st.sampled_from(
+    [
+        Parallelism(),
+        *(Parallelism(data_parallel_size=2, sharding=sharding) for sharding in ("none", "fsdp1", "fsdp2")),
+        *(Parallelism(data_parallel_size=2, zero_stage=stage) for stage in (1, 2, 3)),
+    ]
+)
+
+
+@quickly
+@given(job=HUGGINGFACE, layout=LAYOUTS)
+def test_clipping_takes_one_number_for_each_gradient_whatever_its_limit(job, layout):
+    """clip_grad_norm_ scales in place, and DeepSpeed takes the norm of its gradients whether it clips or not: so it is
+    counted always, and configurations need not say `max_grad_norm`."""
+    framework = "deepspeed" if layout.zero_stage else "huggingface"
+    try:
+        timeline = ledger(job.replace(parallelism=layout, framework=framework), device=DEVICE)
+    except SpecError:
+        assume(False)
+    peaks = timeline.phase_peaks()
+    numbers = 512 * sum(name.endswith(".norm") for name in timeline.names)
+    assert peaks.get(Phase.GRADIENT_CLIPPING, 0) <= max(peaks[Phase.BACKWARD], peaks[Phase.OPTIMIZER_STEP]) + numbers
