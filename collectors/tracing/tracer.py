@@ -34,10 +34,9 @@ from peakcast.collectors.tracing.flop_counts import Operations
 from peakcast.collectors.tracing.kernel_allocations import KernelAllocation, kernel_allocations
 from peakcast.collectors.tracing.known_values import label
 from peakcast.collectors.tracing.launches import launches, plain_tensors, tensors_of, waits
-from peakcast.core.units import round_up
+from peakcast.core.units import ALLOCATION_UNIT_BYTES, round_up
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
-ALLOCATION_UNIT_BYTES = 512
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 AROUND = getattr(rng_prims, "graphsafe_run_with_rng_state", None)  # torch 2.4 has none
 OUTER = (DTensor, AsyncCollectiveTensor)

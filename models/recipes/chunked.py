@@ -26,6 +26,7 @@ from peakcast.models.recipes.walk import (
 )
 
 KEPT = 4
+"""Chunks of a short walk."""
 
 
 @dataclass(frozen=True, slots=True)

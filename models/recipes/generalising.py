@@ -45,7 +45,7 @@ def network_kind(
     record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditions, read: frozenset[str] = frozenset()
 ) -> NetworkKind | None:
     """All networks that `recipe`, which is one of `job`, represents; None if no other network confirms it. `record`: takes
-    the arguments of `recipe.Record` and then values that differ from the job's. `defaults`, `read`: as of `NetworkKind`."""
+    the arguments of `walked.Record` and then values that differ from the job's. `defaults`, `read`: as of `NetworkKind`."""
     layers = None if recipe.repeats is None else recipe.walk.num_layers
     stacks = recipe.walk.stacks
     plain = recipe.layers == stacks * job.architecture.num_hidden_layers  # else a tower's blocks are counted as well

@@ -10,6 +10,9 @@ FP32 = INT32 = 4
 INT64 = 8
 """Bytes of one element, where code of a framework fixes the dtype. A dtype that a job names is looked up in DTYPE_BYTES."""
 
+ALLOCATION_UNIT_BYTES = 512
+"""kMinBlockSize of PyTorch's c10/core/AllocatorConfig.h: the size of every block is a multiple of it."""
+
 DTYPE_BYTES: dict[str, float] = {
     "float32": 4,
     "bfloat16": 2,

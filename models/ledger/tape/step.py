@@ -79,9 +79,9 @@ class Step:
     """Columns of the tensors held, in the order in which they were held; layout as `RecordedColumns.columns`."""
     _single: array[int] = field(default_factory=lambda: array("q"))
     """Tensors that were held one by one since then: eight numbers each, in the order of `columns.py`."""
-    _differing: dict[int, tuple[bytearray, Callable[[Step, bool], None]]] = field(default_factory=dict)
-    """Place in `_held` -> the phases until then, and what is held there as in `differs`."""
-    _differ: dict[tuple[int, bool], IntTable] = field(default_factory=dict)  # (that place, in the first step) -> columns
+    _differing_parts: dict[int, tuple[bytearray, Callable[[Step, bool], None]]] = field(default_factory=dict)
+    """Place in `_held` -> the phases until then, and the function that `differs` was given there."""
+    _columns_of_parts: dict[tuple[int, bool], IntTable] = field(default_factory=dict)  # (place, first step) -> columns
     gradients_die: int = FOREVER
     """The instant at which `zero_grad(set_to_none=True)` releases every `.grad`."""
     update_in_backward: UpdateInBackward | None = None
@@ -331,19 +331,19 @@ class Step:
             self.hold(name, category, num_bytes, since, gone, module, stream, self.now)
 
     def differs(self, held: Callable[[Step, bool], None]) -> None:
-        """`held(step, first_step)` holds on `step`, which has the instants so far, what differs between a training's first
-        step and later ones. It is called when a fork first needs it, in the order of these calls."""
-        self._differing[len(self._gather())] = self.phases.copy(), held
+        """Hold what differs between a training's first step and later ones: `held(step, first_step)` holds it on `step`,
+        which has the instants so far. It is called when a fork first needs it, in the order of these calls."""
+        self._differing_parts[len(self._gather())] = self.phases.copy(), held
         self._held.append(np.zeros((WIDTH, 0), dtype=np.int64))
 
     def _held_in(self, *, first_step: bool) -> list[IntTable]:
         """The columns of everything held so far, in the training's first step or in a later one."""
         held = self._gather().copy()
-        for at, (phases, hold) in self._differing.items():
-            if (at, first_step) not in self._differ:
+        for at, (phases, hold) in self._differing_parts.items():
+            if (at, first_step) not in self._columns_of_parts:
                 hold(apart := Step(phases), first_step)
-                self._differ[at, first_step] = np.concatenate([held[at], *apart._gather()], axis=1)
-            held[at] = self._differ[at, first_step]
+                self._columns_of_parts[at, first_step] = np.concatenate([held[at], *apart._gather()], axis=1)
+            held[at] = self._columns_of_parts[at, first_step]
         return held
 
     def fork(self, *before: RecordedColumns, first_step: bool = False) -> Step:
@@ -356,7 +356,7 @@ class Step:
         forked.phases, forked.labels = bytearray(self.phases), self.labels.copy()
         forked._placed, forked._own, forked._runs = [*self._placed, self._own[1]], None, []
         forked._held = [*(part.columns for part in before), *self._held_in(first_step=first_step)]
-        forked._single, forked._differing, forked._differ = array("q"), {}, {}
+        forked._single, forked._differing_parts, forked._columns_of_parts = array("q"), {}, {}
         forked._backward_ends, forked._allocated = self._backward_ends.copy(), self._allocated.copy()
         forked._freed_not_reusable = self._freed_not_reusable.copy()
         return forked
