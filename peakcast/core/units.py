@@ -1,4 +1,4 @@
-"""Units. Bytes are ints everywhere; GiB (2**30) appears only here, at the command line and in reports."""
+"""Units. Bytes are ints everywhere; GiB are for people: at the command line, in messages and in reports."""
 
 KIB = 2**10
 MIB = 2**20

@@ -19,7 +19,7 @@ from peakcast.models.ledger.layouts.optimizer_step import hand_updates, place_op
 from peakcast.models.ledger.recorded.outside_layers import ends_of
 from peakcast.models.ledger.recorded.parameters import recorded_parameters, with_recorded_network
 from peakcast.models.ledger.recorded.zero3_modules import RecordedModules
-from peakcast.models.ledger.tape.columns import WIDTH, RecordedColumns
+from peakcast.models.ledger.tape import columns as step_columns
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
@@ -134,13 +134,15 @@ class _Network:
         not make itself exist since `born`."""
         lives, entries = self.deep.lives, self.deep.entries[which]
         born_in, dies_in = lives[BORN_STRETCH, which], lives[DIES_STRETCH, which]
-        columns = np.zeros((WIDTH, len(which)), dtype=np.int64)
-        columns[0] = Texts.of(self.walk.names).numbers[entries]
-        columns[1] = Texts.of(self.names).numbers[lives[PLACE, which]]
-        columns[2], columns[3] = self.walk.categories[entries], self.num_bytes[entries]
-        columns[4] = np.where(born_in < 0, born, starts[born_in] + lives[BORN, which])
-        columns[5] = np.where(dies_in < 0, FOREVER, starts[dies_in] + lives[DIES, which])
-        timeline.run_again(RecordedColumns(columns[:, columns[3] > 0]))
+        num_bytes = self.num_bytes[entries]
+        columns = np.zeros((step_columns.WIDTH, len(which)), dtype=np.int64)
+        columns[step_columns.NAME] = Texts.of(self.walk.names).numbers[entries]
+        columns[step_columns.MODULE] = Texts.of(self.names).numbers[lives[PLACE, which]]
+        columns[step_columns.CATEGORY] = self.walk.categories[entries]
+        columns[step_columns.NUM_BYTES] = num_bytes
+        columns[step_columns.BORN] = np.where(born_in < 0, born, starts[born_in] + lives[BORN, which])
+        columns[step_columns.DIES] = np.where(dies_in < 0, FOREVER, starts[dies_in] + lives[DIES, which])
+        timeline.run_again(step_columns.RecordedColumns(columns[:, num_bytes > 0]))
 
     def _starts(self) -> list[Ints]:
         """For each micro-batch, the first instant of each stretch."""

@@ -30,7 +30,7 @@ NETWORKS = Section("networks", (
 ))
 
 # LitGPT's config_hub/finetune/README.md, its tutorials/resource-tables.md and torchtune's README.md print such runs' peaks
-LIBRARY_NETWORKS = Section("networks of a training library's own", (
+OWN_NETWORKS = Section("networks of a training library's own", (
     fails("finetuning.quantization", job.litgpt & job.quantized & job.replicated,
           "LitGPT refuses quantized weights on several GPUs; use one."),
     nearly_less("finetuning.method", job.litgpt & job.adapts & job.many_ranks,

@@ -18,7 +18,7 @@ from peakcast.models.ledger.recorded.covering import (
 )
 from peakcast.models.ledger.scope.kernels import ATTENTION, COMPILED, FUSED_KERNELS, TIMED_KERNELS
 from peakcast.models.ledger.scope.layouts import LAYOUTS, ZERO
-from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, LIBRARY_NETWORKS, NETWORKS, TRACED_NETWORKS
+from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, NETWORKS, OWN_NETWORKS, TRACED_NETWORKS
 from peakcast.models.ledger.scope.table import ScopeLimit, Section
 from peakcast.models.ledger.scope.training import (
     ADAM_MINI,
@@ -37,7 +37,7 @@ from peakcast.models.recipes.shelf import installed_libraries, wants_recipe
 
 EVERY_STACK = (BATCHES, PREFERENCES, LENGTHS, FROZEN)
 PYTORCH = (
-    *(NETWORKS, LIBRARY_NETWORKS, ENCODER_DECODERS, LAYOUTS, SETTINGS, MIXTURES, ADAPTERS, ATTENTION, FUSED_KERNELS),
+    *(NETWORKS, OWN_NETWORKS, ENCODER_DECODERS, LAYOUTS, SETTINGS, MIXTURES, ADAPTERS, ATTENTION, FUSED_KERNELS),
     *(ZERO, COMPILED, TIMED_KERNELS, UPDATES_IN_BACKWARD, ADAM_MINI),
 )
 """The sections for Hugging Face, plain PyTorch and DeepSpeed."""
@@ -61,7 +61,7 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
     recorded = recipe_findings(job) if wants_recipe(job) else None
     if recorded is not None and (job.architecture.configuration or not no_recipe(job)):
         # of a library whose own networks are not built here the recipe is of transformers', unless a user's run gave it
-        own = LIBRARY_NETWORKS.finding(job) if lent() is None and own_network(job) is None else None
+        own = OWN_NETWORKS.finding(job) if lent() is None and own_network(job) is None else None
         return (*recorded, own) if own else recorded
     found = (section.finding(job) for section in sections(job.framework))  # a family of the ledger, which then answers
     return (*(recorded or ()), *(finding for finding in found if finding))
