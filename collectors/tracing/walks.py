@@ -32,7 +32,7 @@ from peakcast.collectors.tracing.traceable import check_traceable
 from peakcast.collectors.tracing.visits import FORWARD
 from peakcast.collectors.tracing.walk_names import PEFT, WalkNames
 from peakcast.core.errors import CollectorError, PeakcastError
-from peakcast.dialects.common.network_values import NETWORK, with_values
+from peakcast.dialects.common.network_values import NETWORK_PREFIX, with_values
 from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.spec import Parallelism, TrainingJob
 from peakcast.networks.layer_count import with_layers
@@ -73,7 +73,7 @@ class Walker:
     def defaults(self) -> dict[str, Any]:
         """The library's defaults for values of the network's configuration, by flat names."""
         kept = "" if own_network(self._job) else self._job.architecture.configuration
-        return dict(defaults_of(json.loads(kept), NETWORK)) if kept else {}
+        return dict(defaults_of(json.loads(kept), NETWORK_PREFIX)) if kept else {}
 
     def read(self) -> list[str]:
         """Names of values that the library's code may read from the network's configuration."""

@@ -11,13 +11,13 @@ from fractions import Fraction
 import numpy as np
 
 from peakcast.core.errors import CollectorError
-from peakcast.dialects.common.network_values import NETWORK
+from peakcast.dialects.common.network_values import NETWORK_PREFIX
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes.conditions import Conditions, conditions, implied
 from peakcast.models.recipes.kinds import NetworkKind, numbers_of, with_values
 from peakcast.models.recipes.recipe import EVEN, Recipe
 from peakcast.models.recipes.walk import Ints, Walk
-from peakcast.models.recipes.walked import TARGETS, Record, WalkSizes
+from peakcast.models.recipes.walked import TARGET_LENGTH, Record, WalkSizes
 from peakcast.models.recipes.widths import Widths, WidthSample, learned
 from peakcast.networks.layer_count import with_layers
 
@@ -234,7 +234,7 @@ class _Explored:
         """A walk with changed values; None if other operations run, or if the library does not accept them."""
         batch, length, *targets = point
         changes = {
-            **({TARGETS: targets[0]} if targets else {}),
+            **({TARGET_LENGTH: targets[0]} if targets else {}),
             **self.implied,
             **changes,
             **{name: changes[leader] for name, leader in self.same_as.items() if leader in changes},
@@ -250,7 +250,7 @@ def _may_vary(name: str, value: object) -> bool:
     """Whether a condition is a number that might vary."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or PINNED.fullmatch(name.rpartition(".")[2]):
         return False
-    if not (name.startswith(NETWORK) or name == RANK):
+    if not (name.startswith(NETWORK_PREFIX) or name == RANK):
         return False
     return value >= SMALLEST if isinstance(value, int) else value != 0.0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from peakcast.dialects.common.network_values import NETWORK
+from peakcast.dialects.common.network_values import NETWORK_PREFIX
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes.conditions import Conditions, conditions
 from peakcast.models.recipes.recipe import Recipe
@@ -72,7 +72,7 @@ class NetworkKind:
         """(`job`, with a decoder as deep as its encoder if those of the recorded network are equally deep, the number of
         layers of its decoder)."""
         encoder, decoder = depths(job.architecture)
-        if encoder == decoder or any(NETWORK + name in self.conditions for name in OF_DECODER):
+        if encoder == decoder or any(NETWORK_PREFIX + name in self.conditions for name in OF_DECODER):
             return job, encoder
         return job.replace(architecture=equally_deep(job.architecture)), decoder
 
