@@ -29,6 +29,7 @@ from peakcast.models.ledger.tape.columns import (
     REUSABLE,
     STREAM,
     WIDTH,
+    OpenTensor,
     RecordedColumns,
     tensors_held,
 )
@@ -88,10 +89,9 @@ class Step:
     """Set if an optimizer updates parameters during backward."""
     _backward_ends: list[int] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
-    _allocated: dict[int, tuple[str, Category, int, int, str, int]] = field(default_factory=dict)
-    _freed_not_reusable: dict[int, tuple[str, Category, int, int, str, int, int]] = field(default_factory=dict)
-    """Tensors that were freed while another stream still uses their blocks: as `_allocated`, and the instant of the free.
-    """
+    _allocated: dict[int, OpenTensor] = field(default_factory=dict)
+    _freed_not_reusable: dict[int, tuple[OpenTensor, int]] = field(default_factory=dict)
+    """Tensors that were freed while another stream still uses their blocks, and the instant of the free."""
     _next_handle: int = 0
     _within: int | None = None
     """While `within` is active: its instant."""
@@ -302,7 +302,7 @@ class Step:
         end of the step. Returns their handles. `stream`: where they are allocated; 0 is the computing stream."""
         since, first = self.now if born is None else born, self._next_handle
         for num_bytes in sizes:
-            self._allocated[self._next_handle] = (name, category, num_bytes, since, module, stream)
+            self._allocated[self._next_handle] = OpenTensor(name, category, num_bytes, since, module, stream)
             self._next_handle += 1
         return list(range(first, self._next_handle))
 
@@ -310,8 +310,8 @@ class Step:
         """Free tensors of `allocate` from the next instant on; empties the list of handles."""
         now = self.now
         for handle in handles:
-            name, category, num_bytes, since, module, stream = self._allocated.pop(handle)
-            self.hold(name, category, num_bytes, since, now, module, stream)
+            one = self._allocated.pop(handle)
+            self.hold(one.name, one.category, one.num_bytes, one.born, now, one.module, one.stream)
         handles.clear()
 
     def let_go(self, handles: list[int]) -> list[int]:
@@ -319,7 +319,7 @@ class Step:
         (`record_stream`). The blocks can be reused once the returned handles are given to `reuse`. Empties the list of
         handles."""
         for handle in handles:
-            self._freed_not_reusable[handle] = (*self._allocated.pop(handle), self.now)
+            self._freed_not_reusable[handle] = (self._allocated.pop(handle), self.now)
         waiting = handles.copy()
         handles.clear()
         return waiting
@@ -327,8 +327,8 @@ class Step:
     def reuse(self, handles: Iterable[int]) -> None:
         """The blocks of tensors that were `let_go` can be reused from the next instant on."""
         for handle in handles:
-            name, category, num_bytes, since, module, stream, gone = self._freed_not_reusable.pop(handle)
-            self.hold(name, category, num_bytes, since, gone, module, stream, self.now)
+            one, gone = self._freed_not_reusable.pop(handle)
+            self.hold(one.name, one.category, one.num_bytes, one.born, gone, one.module, one.stream, self.now)
 
     def differs(self, held: Callable[[Step, bool], None]) -> None:
         """Hold what differs between a training's first step and later ones: `held(step, first_step)` holds it on `step`,
@@ -364,8 +364,8 @@ class Step:
     def timeline(self) -> Timeline:
         """The `Timeline` of the finished step."""
         n = len(self.phases)
-        for name, category, num_bytes, since, module, stream in self._allocated.values():
-            self.hold(name, category, num_bytes, since, FOREVER, module, stream)
+        for one in self._allocated.values():
+            self.hold(one.name, one.category, one.num_bytes, one.born, FOREVER, one.module, one.stream)
         self._allocated.clear()
         self.reuse(list(self._freed_not_reusable))
         placed = [*self._placed, place(self._runs)] if self._runs else self._placed
