@@ -257,7 +257,7 @@ def _may_vary(name: str, value: object) -> bool:
 
 def _structure(walk: Walk) -> list[tuple[object, ...]]:
     """A walk's parameters without their sizes."""
-    return [(module, name, len(shape), *rest) for module, name, shape, *rest in walk.parameters]
+    return [(one.module, one.name, len(one.shape), one.element_bytes, one.trains) for one in walk.parameters]
 
 
 def _factors(values: Iterable[int], base: Iterable[int]) -> tuple[Fraction, ...]:

@@ -129,13 +129,13 @@ class Recipe:
     @property
     def tied(self) -> bool:
         """Whether the lm_head uses the embedding's table, that is, has no weight of its own."""
-        return not any(module == "head" and len(shape) == 2 for module, _, shape, _, _ in self.walk.parameters)
+        return not any(one.module == "head" and len(one.shape) == 2 for one in self.walk.parameters)
 
     @property
     def odd_ends(self) -> bool:
         """Whether there are matrices outside the blocks that are neither the embedding's nor the lm_head's (a prediction
         head's or a projector's, for example), or matrices between the blocks."""
-        matrices = [(module, shape) for module, _, shape, _, _ in self.walk.parameters if len(shape) > 1]
+        matrices = [(one.module, one.shape) for one in self.walk.parameters if len(one.shape) > 1]
         tables = {shape for module, shape in matrices if module == "embedding"}
         return any(
             module.startswith("between.") or (module == "head" and shape not in tables) for module, shape in matrices

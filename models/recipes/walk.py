@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,16 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 PLACE, BORN_STRETCH, BORN_AT, DIES_STRETCH, DIES_AT, HANDED_ON_STRETCH, HANDED_ON_AT = range(7)
 """The rows of `Walk.lives`. Stretches: `collectors/tracing/stretches.py`; places: `peakcast/timelines/places.py`."""
+
+
+class WalkedParameter(NamedTuple):
+    """A weight of a recorded network, with the module of which it is and its name there."""
+
+    module: str
+    name: str
+    shape: tuple[int, ...]
+    element_bytes: int
+    trains: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +75,7 @@ class Walk:
     1 since); DIES_STRETCH (-1: not in this step); DIES_AT; for a gradient, when autograd gives it to its parameter:
     HANDED_ON_STRETCH (-1 for other tensors) and HANDED_ON_AT. Instants count from the stretch's first."""
     gradients: npt.NDArray[np.bool_]
-    parameters: tuple[tuple[str, str, tuple[int, ...], int, bool], ...]
-    """(module, name, shape, bytes of an element, whether it trains) of each."""
+    parameters: tuple[WalkedParameter, ...]
     wrapped: bool = True
     """Whether FSDP makes a unit of each block."""
     visits: tuple[tuple[Visit, ...], ...] = ()
@@ -144,7 +153,7 @@ class Walk:
                     for runs, enters, module, instant, weights in mapping["visits"][index]
                 )
             )
-        parameters = tuple((module, name, tuple(shape), *rest) for module, name, shape, *rest in mapping["parameters"])
+        parameters = (WalkedParameter(of, name, tuple(shape), *rest) for of, name, shape, *rest in mapping["parameters"])
         return cls(
             mapping["num_places"],
             tuple(labels),
@@ -154,7 +163,7 @@ class Walk:
             raw,
             lives,
             gradients.astype(bool),
-            parameters,
+            tuple(parameters),
             bool(mapping.get("wrapped", True)),
             tuple(visits),
             groups_from_json(mapping.get("groups", ())),

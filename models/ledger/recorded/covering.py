@@ -170,7 +170,7 @@ def gathered_otherwise(job: TrainingJob, recipe: Recipe) -> tuple[Finding, ...]:
 
 def _kept_wider(recipe: Recipe) -> str:
     """The name of a weight that trains in a wider dtype than another one of its layer; "" if there is none."""
-    trained = [(module, name, size) for module, name, _, size, trains in recipe.walk.parameters if trains]
+    trained = [(one.module, one.name, one.element_bytes) for one in recipe.walk.parameters if one.trains]
     least: dict[str, int] = {}
     for module, _, size in trained:
         least[module] = min(size, least.get(module, size))
