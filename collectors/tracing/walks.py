@@ -220,8 +220,8 @@ def _entries(
     else 1; for death it means never. `place`: to which it belongs. Given: when autograd gives it to its parameter as a
     gradient.
     """
-    for number, (label, _, born, dies, module) in sorted(tracer._entries.items(), key=lambda item: (item[1][2], item[0])):
-        ends = sys.maxsize if dies is None else dies
+    for number, one in sorted(tracer._entries.items(), key=lambda item: (item[1].born, item[0])):
+        born, ends = one.born, sys.maxsize if one.dies is None else one.dies
         category, called = tracer._named.get(number, (None, ""))
         if born >= end or ends <= start or category in PLACED or number not in tracer.raw_bytes:
             continue
@@ -237,7 +237,7 @@ def _entries(
         else:
             if category is None:
                 category = Category(int(tracer._guess(born, min(ends, end), end)))
-            name = own.of_weight(called) or own.of_module(module) or label
+            name = own.of_weight(called) or own.of_module(one.module) or one.name
         is_gradient = category is Category.GRADIENTS
         place = own.place_of(called) if origin[0] < 0 else _place(origin[0], num_places)
         handed_on = _after(tracer.handed_on[number], starts) if gradient is not None else [-1, 0]
