@@ -342,12 +342,12 @@ def _save_model(scratch: Path, calibration: Calibration) -> Path:
 
 def _outputs(types: Any) -> Any:
     """The schema of `serving.answer_row`'s result."""
-    from peakcast.models.prediction.serving import PARTS
+    from peakcast.models.prediction.serving import PREDICTED_PARTS
 
     schema, text = types.schema, types.DataType.string
     columns = [types.ColSpec(text, "fits")]
     for quantity in QUANTITIES:
-        columns += [types.ColSpec("long", f"{quantity}.{part}") for part in PARTS]
+        columns += [types.ColSpec("long", f"{quantity}.{part}") for part in PREDICTED_PARTS]
         columns.append(types.ColSpec(text, f"{quantity}.rests_on"))
     finding = schema.Object([schema.Property(name, text) for name in ("code", "parameter", "direction", "sentence")])
     columns += [types.ColSpec(schema.Array(finding), "findings"), types.ColSpec(schema.Array(text), "assumptions")]

@@ -11,10 +11,8 @@ from peakcast.core.units import GIB
 from peakcast.models.calibration.grouping import SIZES_GIB
 from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.models.evaluation.metrics import AccuracySummary, Scored, summarise
-from peakcast.reports.aims import TARGETS, Aim
+from peakcast.reports.aims import CHAIN, TARGETS, Aim
 
-CHAIN = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
-"""Quantities, each of which includes the one before."""
 SMALL_BYTES = SIZES_GIB[0] * GIB
 LARGE = f"≥ {SIZES_GIB[0]} GiB"
 SIZES: dict[str, Callable[[int], bool]] = {

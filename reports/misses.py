@@ -17,7 +17,7 @@ from peakcast.reports.tables import QUANTITY_NAMES, percent, signed
 MISS_COLUMNS = ("of", "figure", "is", "asked", "rows behind it", "what is missing")
 GOAL_COLUMNS = ("of", "rows", "figure", "is", "asked", "")
 CAUSE_COLUMNS = ("cause", "rows", "errors", "what is missing", "how that is known")
-UNKNOWN = "not known"
+NO_CAUSE = "not known"
 MOST_NAMED = 6
 """Of the rows that nothing explains a table names this many, those that are off most; `rows.csv` has all."""
 
@@ -41,7 +41,7 @@ class Miss:
         value, asked = shown(self.aim, summary), self.aim.asked
         if not self.behind:  # bars are wider than needed
             return [self.of, self.aim.figure, value, asked, "–", self._why_wide(summary)]
-        found = [(cause.name if cause else UNKNOWN, len(cells)) for cause, cells in causes(self.behind)]
+        found = [(cause.name if cause else NO_CAUSE, len(cells)) for cause, cells in causes(self.behind)]
         reasons = "; ".join(f"{name} ({count})" for name, count in found)
         return [self.of, self.aim.figure, value, asked, str(len(self.behind)), reasons]
 
@@ -126,7 +126,7 @@ def cause_lines(cells: Iterable[Scored]) -> list[list[str]]:
         errors = sorted(cell.error for cell in explained)
         ends = " to ".join(dict.fromkeys(signed(error) for error in (errors[0], errors[-1])))
         texts = (cause.missing, cause.evidence) if cause else (_worst_named(explained), "–")
-        lines.append([cause.name if cause else UNKNOWN, str(len(explained)), ends, *texts])
+        lines.append([cause.name if cause else NO_CAUSE, str(len(explained)), ends, *texts])
     return lines
 
 

@@ -22,7 +22,7 @@ from peakcast.reports import figures, tables
 from peakcast.reports.decision_tables import extra_tables
 from peakcast.reports.device_tables import device_tables
 from peakcast.reports.known_causes import cause_of
-from peakcast.reports.misses import UNKNOWN, goal_tables, gpu_misses, miss_tables
+from peakcast.reports.misses import NO_CAUSE, goal_tables, gpu_misses, miss_tables
 from peakcast.reports.plots import PLOTS, svg
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _named(cell: Scored) -> list[str]:
         f"{cell.point / GIB:.2f} GiB",
         tables.signed(cell.error),
         tables.signed(cell.baseline_error),
-        cause.name if cause else UNKNOWN,
+        cause.name if cause else NO_CAUSE,
         shortened(cell.known, KNOWN_CHARACTERS) or "–",
     ]
 

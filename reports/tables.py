@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.models.evaluation.metrics import AccuracySummary
+from peakcast.reports.aims import CHAIN, COVERAGE_AIM, SILENT, TARGETS
 from peakcast.reports.figures import LARGE, HeadlineRow, headline
 
 QUANTITY_NAMES = {
@@ -101,7 +102,8 @@ def headline_markdown(evaluation: Evaluation, gpu: str | None = None) -> str:
 def short_markdown(evaluation: Evaluation) -> str:
     """The README's accuracy table: for rows of at least 5 GiB, the figures that tell whether to trust an answer."""
     large = [cells for cells in headline_cells(evaluation) if cells[HEADLINE_COLUMNS.index("size")] == LARGE]
-    return markdown_table(SHORT_COLUMNS, map(short_cells, large)) + "\n" + headline_note(evaluation) + "\n" + SMALL_NOTE
+    table = markdown_table(SHORT_COLUMNS, map(short_cells, large))
+    return f"{table}\n{headline_note(evaluation)}\n{targets_note()}\n{SMALL_NOTE}"
 
 
 def short_cells(cells: Sequence[str]) -> list[str]:
@@ -118,6 +120,14 @@ def headline_note(evaluation: Evaluation) -> str:
         "left out and counted in the reports. A silent miss is a row off by more than 10 % whose answer has no finding "
         "that says why."
     )
+
+
+def targets_note() -> str:
+    """A sentence on the targets, and on why a coverage can be too high."""
+    own = {name: [str(aim) for aim in TARGETS[name] if aim not in (COVERAGE_AIM, SILENT)] for name in CHAIN}
+    asked = "; ".join(f"{', '.join(aims)} for {QUANTITY_NAMES[name]}" for name, aims in own.items())
+    too_wide = "bars that cover more are wider than need be"
+    return f"The targets are {asked}; and for each {COVERAGE_AIM} ({too_wide}) and {SILENT}."
 
 
 def markdown_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -21,7 +21,7 @@ from peakcast.measurements.store import load
 from peakcast.models.calibration.samples import prepare as prepare_rows
 from peakcast.reports.readme import accuracy_table, commands, prepare, run
 from peakcast.reports.render import slug
-from peakcast.reports.tables import HEADLINE_COLUMNS, short_cells, short_markdown
+from peakcast.reports.tables import HEADLINE_COLUMNS, short_cells, short_markdown, targets_note
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -148,7 +148,7 @@ def test_the_accuracy_table_is_what_evaluate_prints() -> None:
 
 
 def test_the_accuracy_table_is_that_of_the_reports() -> None:
-    *lines, note, _ = [line for line in accuracy_table(TEXT, README).splitlines()[2:] if line]
+    *lines, note, targets, _ = [line for line in accuracy_table(TEXT, README).splitlines()[2:] if line]
     reports = {path.parent.name: path.read_text(encoding="utf-8") for path in (ROOT / "reports").glob("*/report.md")}
     assert len(lines) > 5
     for line in lines:
@@ -157,6 +157,7 @@ def test_the_accuracy_table_is_that_of_the_reports() -> None:
         whole = [row for row in map(_cells, report.splitlines()) if len(row) == len(HEADLINE_COLUMNS)]
         assert cells in [short_cells(row) for row in whole if row[2].startswith("≥")], REFRESH
         assert note in report, REFRESH
+    assert targets == targets_note(), REFRESH
 
 
 def _cells(line: str) -> list[str]:

@@ -135,8 +135,8 @@ class Evaluations:
     def _leave_out(self, one: _Evaluation) -> None:
         """Remove tensors that were made and freed during it from the tracer."""
         stop = self._stop(one)
-        for number, (_, _, born, dies, _) in list(self._tracer._entries.items()):
-            if one.start <= born and dies is not None and dies <= stop:
+        for number, storage in list(self._tracer._entries.items()):
+            if one.start <= storage.born and storage.dies is not None and storage.dies <= stop:
                 del self._tracer._entries[number]
 
     def _in_trainer(self, module: Any) -> None:

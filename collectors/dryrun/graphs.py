@@ -16,7 +16,7 @@ from peakcast.collectors.dryrun.noted import RunFindings, where
 def install(notes: RunFindings) -> None:
     """Replace CUDA graphs in this process."""
 
-    class Graph:
+    class ReplacedGraph:
         """Replaces `torch.cuda.CUDAGraph`."""
 
         def __init__(self, keep_graph: bool = False) -> None:
@@ -38,13 +38,13 @@ def install(notes: RunFindings) -> None:
         enable_debug_mode = debug_dump = _nothing
 
     @contextlib.contextmanager
-    def capturing(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
+    def capturing(graph: ReplacedGraph, *_: Any, **__: Any) -> Iterator[None]:
         graph.capture_begin()
         yield
 
     cuda: Any = torch.cuda
     for module in (cuda, cuda.graphs):
-        module.CUDAGraph = Graph
+        module.CUDAGraph = ReplacedGraph
         module.graph_pool_handle = lambda: (0, 1)
         module.graph = capturing
         module.make_graphed_callables = lambda callables, *_, **__: callables

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from peakcast.jobs.lengths import NUM_STEPS as CHANGING_STEPS
+from peakcast.jobs.lengths import CHANGING_STEPS
 
 NUM_STEPS = 3
 """The first makes optimizer states; under torch.compile the second may still compile; the third is steady."""

@@ -41,7 +41,7 @@ class Peaks:
 
     def now(self) -> int:
         """Bytes that the script has on the GPU now."""
-        return sum(size for _, size, _, dies, _ in self._tracer._entries.values() if dies is None)
+        return sum(one.num_bytes for one in self._tracer._entries.values() if one.dies is None)
 
     def most(self) -> int:
         """The most bytes that the script has had on the GPU since its last reset."""

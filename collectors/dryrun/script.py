@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from peakcast.collectors.dryrun.sent_functions import unpack
 from peakcast.collectors.machine.packages import import_for_good
 
-LIBRARIES = ("torch", "torch.distributed.fsdp", "torch._dynamo")
+TORCH_MODULES = ("torch", "torch.distributed.fsdp", "torch._dynamo")
 
 
 def main(question: Mapping[str, Any]) -> NoReturn:
@@ -34,7 +34,7 @@ def main(question: Mapping[str, Any]) -> NoReturn:
     if question.get("walks"):
         os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: a forked process has no threads
     os.environ.pop("PYTHONSAFEPATH", None)  # this process's own, not that of programs that the script starts
-    import_for_good(LIBRARIES)
+    import_for_good(TORCH_MODULES)
     gc.freeze()  # every step ends with a collection, which would go through all that these libraries hold
     from peakcast.collectors.dryrun.session import Session
     from peakcast.collectors.dryrun.walked import WalkedSession

@@ -221,10 +221,10 @@ class ScriptSteps:
         buffers of networks, and of DeepSpeed for gradients."""
         begin, end = self.spans[-1]
         last = begin or end
-        for number, (name, _, born, dies, _) in self.tracer._entries.items():
-            made_before = born < len(self.tracer._phases) and self.tracer._phases[born] == Phase.INIT
-            if made_before and (dies is None or dies >= last) and number not in self.tracer._named:
-                self.tracer._named[number] = (Category.OTHER, name)
+        for number, one in self.tracer._entries.items():
+            made_before = one.born < len(self.tracer._phases) and self.tracer._phases[one.born] == Phase.INIT
+            if made_before and (one.dies is None or one.dies >= last) and number not in self.tracer._named:
+                self.tracer._named[number] = (Category.OTHER, one.name)
 
     def _step_begins(self, optimizer: Any, *_: Any) -> None:
         if not any(optimizer is one for one in self.optimizers):

@@ -137,7 +137,7 @@ class Rows:
                 asked.append(name)
                 return text_or_class(name)
 
-        class Columns(_Columns):
+        class AskedColumns(_Columns):
             def __contains__(self, name: object) -> bool:
                 if not isinstance(name, str) or super().__contains__(name):
                     return super().__contains__(name)
@@ -159,7 +159,7 @@ class Rows:
 
         def named(rows: Any) -> list[str]:
             found = columns.fget(rows)  # type: ignore[misc]
-            return Columns(found) if _is_made_up(rows) else found
+            return AskedColumns(found) if _is_made_up(rows) else found
 
         rows_kind.features, rows_kind.column_names = property(known), property(named)
 

@@ -124,7 +124,7 @@ def main() -> None:
     """Answer questions until standard input ends."""
     from peakcast.collectors import dryrun
     from peakcast.collectors.dryrun.keeper import stop_in_order
-    from peakcast.collectors.dryrun.script import LIBRARIES
+    from peakcast.collectors.dryrun.script import TORCH_MODULES
     from peakcast.collectors.machine.packages import import_for_good
     from peakcast.collectors.processes.descendants import adopt_orphans, end_descendants
 
@@ -132,7 +132,7 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)
     own = [module.name for module in pkgutil.iter_modules(dryrun.__path__, f"{dryrun.__name__}.") if module.name != MAIN]
-    import_for_good((*LIBRARIES, *own, *TRACING))
+    import_for_good((*TORCH_MODULES, *own, *TRACING))
     for path in sys.stdin:
         question = json.loads(Path(path.rstrip("\n")).read_text(encoding="utf-8"))
         import_for_good(name for name in question["modules"] if name not in sys.modules)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from peakcast.core.units import GIB, MIB
+
 MISSING = "pynvml is not installed; install it with: pip install nvidia-ml-py"
 WHY = {
     "LibraryNotFound": "the driver's libnvidia-ml.so.1 is not here (a container needs NVIDIA_DRIVER_CAPABILITIES=utility)",
@@ -24,10 +26,10 @@ WHY = {
     "GpuIsLost": "the GPU has fallen off the bus; reboot",
 }
 """The meaning of the vendor's errors (pynvml.NVMLError_...) here."""
-QUANTUM_BYTES = 64 * 2**20
+QUANTUM_BYTES = 64 * MIB
 """If more than this is in use before our context exists, another process uses the GPU: an idle driver reports some MiB, a
 context several hundred."""
-DRIVER_RESERVE_BYTES = 2**30
+DRIVER_RESERVE_BYTES = GIB
 """The most that the v1 call counts on a GPU without processes: the driver's reserve (912 MB were seen on an A100)."""
 SETTLING_SECONDS = 2.0
 """How long to wait for the memory of a cell that has just ended."""

@@ -15,6 +15,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from peakcast.core.errors import NO_GPU, CollectorError
+from peakcast.core.units import GIB, KIB, MIB
 from peakcast.jobs.allocator_settings import Allocator, moves_nothing
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ ALLOCATOR_VARIABLES = (
 """Environment variables that change what is allocated (docs/where-memory-goes.md, sections A to C and G)."""
 FUSED_ATTENTION = {"Cudnn": "cudnn", "Flash": "flash", "Efficient": "efficient"}
 """A part of the autograd node's name -> attention kernel."""
-BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+BYTES = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 ALLOCATOR_PEAKS = {
     "allocated": "allocated_bytes.all.peak",
     "reserved": "reserved_bytes.all.peak",

@@ -24,7 +24,7 @@ from peakcast.collectors.processes import gang
 from peakcast.collectors.processes.engines import WORK
 from peakcast.collectors.stacks.steps.sampling import sampling
 from peakcast.core.errors import CollectorError
-from peakcast.jobs.lengths import NUM_STEPS, lengths_change
+from peakcast.jobs.lengths import CHANGING_STEPS, lengths_change
 from peakcast.jobs.spec import TrainingJob
 from peakcast.measurements.records import Measurement
 from peakcast.timelines.files import pack, timeline_to_mapping
@@ -62,7 +62,7 @@ def run(question: Mapping[str, Any]) -> list[tuple[Measurement, bytes | None]]:
         return gang.run(question, ranks, WORK)
     if question.get("trace"):
         return [traced(job, str(question["gpu"]), int(question.get("rank", 0)), history=history)]
-    steps = max(int(question.get("steps", MIN_STEPS)), NUM_STEPS if lengths_change(job) else MIN_STEPS)
+    steps = max(int(question.get("steps", MIN_STEPS)), CHANGING_STEPS if lengths_change(job) else MIN_STEPS)
     return [measured(job, question.get("gpu"), steps, int(question.get("rank", 0)), history=history)]
 
 

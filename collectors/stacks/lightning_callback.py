@@ -39,7 +39,7 @@ def telling_callback(listener: LightningListener) -> Any:
 
 
 def _made(base: Any, listener: LightningListener) -> Any:
-    class TellingCallback(base):  # type: ignore[misc]
+    class TellingLightningCallback(base):  # type: ignore[misc]
         """Reports to a `LightningListener`. Add it to a Trainer's `callbacks`."""
 
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -52,4 +52,4 @@ def _made(base: Any, listener: LightningListener) -> Any:
         def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
             listener.ends(int(trainer.global_step))
 
-    return TellingCallback()
+    return TellingLightningCallback()

@@ -30,7 +30,7 @@ OWN_RULE = frozenset({
 })  # fmt: skip
 """Options that are set by code below, not copied; no graphs are recorded."""
 ACTIVATIONS: dict[str, Callable[..., Any]] = {"gelu": F.gelu, "gelu_new": F.gelu, "silu": F.silu}
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 _REFUSED: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob], object], str]] = {
@@ -45,9 +45,9 @@ _REFUSED: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob],
     ),
     "offload": (lambda j: j.offload != Offload(), lambda j: j.offload, "nothing offloaded"),
     "precision.parameters": (
-        lambda j: j.precision.parameters not in DTYPES,
+        lambda j: j.precision.parameters not in TORCH_DTYPES,
         lambda j: j.precision.parameters,
-        ", ".join(DTYPES),
+        ", ".join(TORCH_DTYPES),
     ),
     "parallelism": (
         lambda j: j.parallelism.sharding != "none" or j.parallelism.zero_stage > 1,
@@ -209,7 +209,7 @@ def _stages(job: TrainingJob) -> list[list[str]] | None:
 
 
 def _training(job: TrainingJob) -> dict[str, Any]:
-    recompute, dtype = job.activation_checkpointing, DTYPES[job.precision.parameters]
+    recompute, dtype = job.activation_checkpointing, TORCH_DTYPES[job.precision.parameters]
     training: dict[str, Any] = {
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,

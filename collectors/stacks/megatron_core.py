@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from peakcast.collectors.stacks.megatron_config import DTYPES, check, transformer_config
+from peakcast.collectors.stacks.megatron_config import TORCH_DTYPES, check, transformer_config
 from peakcast.core.errors import CollectorError
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions
@@ -189,7 +189,7 @@ def build(job: TrainingJob, device: str) -> MegatronTraining:
     check(job)
     start_parallel_groups(job)
     config = transformer_config(job)
-    convention, dtype = conventions(job), DTYPES[job.precision.parameters]
+    convention, dtype = conventions(job), TORCH_DTYPES[job.precision.parameters]
     virtual = job.parallelism.virtual_pipeline_stages
     networks = [_network(job, config, i if virtual > 1 else None, device) for i in range(virtual)]
     buckets = _buckets(job)
@@ -227,7 +227,7 @@ def _buckets(job: TrainingJob) -> DistributedDataParallelConfig:
 
 
 def _optimizer_config(job: TrainingJob) -> OptimizerConfig:
-    convention, dtype = conventions(job), DTYPES[job.precision.parameters]
+    convention, dtype = conventions(job), TORCH_DTYPES[job.precision.parameters]
     return OptimizerConfig(
         optimizer="adam",
         lr=1e-4,
@@ -294,10 +294,10 @@ def _network(job: TrainingJob, config: Any, virtual_stage: int | None, device: s
         "vp_stage": virtual_stage,
     }
     if architecture.kind != "decoder":
-        from peakcast.collectors.stacks.megatron_encoders import NETWORKS
+        from peakcast.collectors.stacks.megatron_encoders import ENCODER_NETWORKS
 
         with torch.device(device):
-            return NETWORKS[architecture.kind](job, config, common)
+            return ENCODER_NETWORKS[architecture.kind](job, config, common)
     spec = _layers(architecture, config, engine, virtual_stage)
     ahead = None
     if architecture.num_nextn_predict_layers:

@@ -94,6 +94,6 @@ def _square(rows: Any, columns: Any) -> Any:
     return (rows[:, :, None] | columns[:, None, :])[:, None]
 
 
-NETWORKS: dict[str, Callable[[TrainingJob, Any, dict[str, Any]], Any]] = {"encoder": bert, "encoder_decoder": t5}
+ENCODER_NETWORKS: dict[str, Callable[[TrainingJob, Any, dict[str, Any]], Any]] = {"encoder": bert, "encoder_decoder": t5}
 FORWARDS: dict[str, Forward] = {"encoder": bert_forward, "encoder_decoder": t5_forward}
 """The architecture's kind -> its forward step."""

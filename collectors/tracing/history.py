@@ -14,12 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peakcast.core.units import round_up
+from peakcast.core.units import ALLOCATION_UNIT_BYTES, round_up
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
-ALLOCATION_UNIT_BYTES = 512
-"""kMinBlockSize of c10/core/AllocatorConfig.h. A history has requested sizes. It does not have the rest that a block of the
-large pool keeps because it was not split (at most 1 MiB)."""
 MOST_STREAMS = 127
 """The most streams that a timeline's column can tell apart."""
 BEFORE = -1

@@ -85,7 +85,7 @@ class Recording(Tracer):
         return {**mappings, "hidden": history.hidden(made, storages, operators)}
 
     def _storage(self, number: int, address: int) -> history.ReportedStorage:
-        name, _, born, dies, module = self._entries[number]
+        one = self._entries[number]
         named = self._named.get(number)
-        category, called = named or (self._guess(born, self.now if dies is None else dies, self.now), name)
-        return history.ReportedStorage(born, address, called or "tensor", Category(category), module)
+        category, called = named or (self._guess(one.born, self.now if one.dies is None else one.dies, self.now), one.name)
+        return history.ReportedStorage(one.born, address, called or "tensor", Category(category), one.module)

@@ -326,7 +326,7 @@ def fake_mode(num_nonzero: int | None = None, *, knows_values: bool = False) -> 
 
     base: Any = KnownValuesMode if knows_values else FakeTensorMode
 
-    class Mode(base):  # type: ignore[misc]
+    class AnsweringMode(base):  # type: ignore[misc]
         """Answers `.item()`: 1 for a number (step counters and norms are read back, never shapes), False for a boolean (OPT
         asks whether to drop a layer). A mask that selects elements selects all."""
 
@@ -346,7 +346,7 @@ def fake_mode(num_nonzero: int | None = None, *, knows_values: bool = False) -> 
                 with self:
                     return tensor.new_empty((mask.numel(), *tensor.shape[mask.ndim :]))
 
-    return Mode(allow_non_fake_inputs=True)
+    return AnsweringMode(allow_non_fake_inputs=True)
 
 
 def _generate(job: TrainingJob, tracer: Any) -> tuple[int, int]:

@@ -34,17 +34,16 @@ from peakcast.collectors.tracing.flop_counts import Operations
 from peakcast.collectors.tracing.kernel_allocations import KernelAllocation, kernel_allocations
 from peakcast.collectors.tracing.known_values import label
 from peakcast.collectors.tracing.launches import launches, plain_tensors, tensors_of, waits
-from peakcast.core.units import round_up
+from peakcast.collectors.tracing.traced_storage import TracedStorage
+from peakcast.core.units import ALLOCATION_UNIT_BYTES, round_up
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
-ALLOCATION_UNIT_BYTES = 512
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 AROUND = getattr(rng_prims, "graphsafe_run_with_rng_state", None)  # torch 2.4 has none
 OUTER = (DTensor, AsyncCollectiveTensor)
 """Tensors that wrap others: a DTensor around its shard, and the result of a collective that was not yet waited for."""
 LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
 """Operators whose kernel allocates its last result first (ATen `native/cuda/Dropout.cu`: the mask, then the result)."""
-
 COMPILED_CODE: Any = getattr(wrap, "inductor_compiled_code", None)
 """Exists from torch 2.10 on."""
 DEVICE = torch.ops.prim.device.default
@@ -71,7 +70,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self._modules: list[str] = []
         self._phases: list[int] = []
         self._labels: list[str] = []
-        self._entries: dict[int, list[Any]] = {}  # number -> [name, bytes, born, dies, module]
+        self._entries: dict[int, TracedStorage] = {}
         self._alive: dict[int, int] = {}  # storage -> number
         self._seen: set[int] = set()  # living storages, including emptied ones
         self._named: dict[int, tuple[Category, str]] = {}
@@ -143,7 +142,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         finally:
             self._fused = None
             for number in range(first, self._count):
-                if number in self._entries and self._entries[number][3] is not None:
+                if number in self._entries and self._entries[number].dies is not None:
                     del self._entries[number]
 
     @classmethod
@@ -161,8 +160,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
     def _name_buffers(self, tensors: Iterable[torch.Tensor], label: str) -> None:
         for tensor in tensors:
             entry = self._entries.get(self._alive.get(tensor.untyped_storage()._cdata, -1))
-            if entry is not None and entry[0] == BUFFER:
-                entry[0] = label
+            if entry is not None and entry.name == BUFFER:
+                entry.name = label
 
     def switched(self, stream: int) -> None:
         """From now on tensors are allocated on `stream`."""
@@ -301,7 +300,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self._kept |= {holder} if workspace.kept else set()
         number, self._count = self._count, self._count + 1
         size = max(ALLOCATION_UNIT_BYTES, round_up(workspace.num_bytes, ALLOCATION_UNIT_BYTES))
-        self._entries[number] = [workspace.name, size, instant, None if workspace.kept else instant + 1, self.module]
+        dies = None if workspace.kept else instant + 1
+        self._entries[number] = TracedStorage(workspace.name, size, instant, dies, self.module)
         self._named[number] = (Category.WORKSPACES, workspace.name)
 
     def _see(self, tensor: torch.Tensor, instant: int) -> None:
@@ -332,7 +332,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             return
         name = self._labels[instant] if instant < len(self._labels) else ""
         rounded = max(ALLOCATION_UNIT_BYTES, round_up(size, ALLOCATION_UNIT_BYTES))
-        self._entries[number] = [name, rounded, instant, None, self.module]
+        self._entries[number] = TracedStorage(name, rounded, instant, None, self.module)
         self._alive[key] = number
         self._blocks_in_use.made(number, backward=self.phase is Phase.BACKWARD)
         weakref.finalize(storage, self._free, key, number)
@@ -341,8 +341,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if self._alive.get(key) == number:
             del self._alive[key]
         entry = self._entries.get(number)
-        if entry is not None and entry[3] is None:
-            entry[3] = self.now
+        if entry is not None and entry.dies is None:
+            entry.dies = self.now
             self._blocks_in_use.gone(number, self.now)
 
     def name(self, tensors: Iterable[tuple[str, torch.Tensor]], category: Category) -> None:
@@ -360,7 +360,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             if number is not None and number not in self._named:
                 self._named[number] = (category, name)
                 if category is not Category.OPTIMIZER_STATES:  # parameters and gradients have their module's name as prefix
-                    self._entries[number][4] = name.removesuffix(".grad").rpartition(".")[0]
+                    self._entries[number].module = name.removesuffix(".grad").rpartition(".")[0]
 
     def timeline(self, start: int, stop: int, again: tuple[int, int] | None = None, *, kept: bool = True) -> Timeline:
         """The tensors at the operations `start` to `stop` (exclusive), counted from 0. `again`: tensors that were allocated
@@ -370,7 +370,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         end, later = stop - start + last - first, stop - start - first
         reusable = self._blocks_in_use.reusable()
         entries = []
-        for number, (name, size, born, dies, module) in self._entries.items():
+        for number, one in self._entries.items():
+            born, dies = one.born, one.dies
             if kept and dies is not None and number in self.kept_until:
                 until = self.kept_until[number]
                 dies = None if until is None else max(dies, until)
@@ -378,12 +379,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             waited = reusable.get(number, start)
             free = end if waited is None else min(waited - start, end)
             stream = self._blocks_in_use.stream(number)
-            category, called = self._named.get(number, (self._guess(born, ends, stop), name))
+            category, called = self._named.get(number, (self._guess(born, ends, stop), one.name))
             if born < stop and ends > start:
                 gone = end if ends >= stop else ends - start
-                entries.append(Entry(called, category, size, max(born - start, 0), gone, module, stream, free))
+                entries.append(Entry(called, category, one.num_bytes, max(born - start, 0), gone, one.module, stream, free))
             if again is not None and first <= born and dies is not None and dies <= last:
-                entries.append(Entry(called, category, size, born + later, dies + later, module, stream))
+                entries.append(Entry(called, category, one.num_bytes, born + later, dies + later, one.module, stream))
         phases = self._phases[start:stop] + self._phases[first:last]
         labels = self._labels[start:stop] + self._labels[first:last]
         return Timeline.from_entries(entries, phases, labels)

@@ -32,7 +32,7 @@ from peakcast.collectors.tracing.traceable import check_traceable
 from peakcast.collectors.tracing.visits import FORWARD
 from peakcast.collectors.tracing.walk_names import PEFT, WalkNames
 from peakcast.core.errors import CollectorError, PeakcastError
-from peakcast.dialects.common.network_values import NETWORK, with_values
+from peakcast.dialects.common.network_values import NETWORK_PREFIX, with_values
 from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.spec import Parallelism, TrainingJob
 from peakcast.networks.layer_count import with_layers
@@ -73,7 +73,7 @@ class Walker:
     def defaults(self) -> dict[str, Any]:
         """The library's defaults for values of the network's configuration, by flat names."""
         kept = "" if own_network(self._job) else self._job.architecture.configuration
-        return dict(defaults_of(json.loads(kept), NETWORK)) if kept else {}
+        return dict(defaults_of(json.loads(kept), NETWORK_PREFIX)) if kept else {}
 
     def read(self) -> list[str]:
         """Names of values that the library's code may read from the network's configuration."""
@@ -220,8 +220,8 @@ def _entries(
     else 1; for death it means never. `place`: to which it belongs. Given: when autograd gives it to its parameter as a
     gradient.
     """
-    for number, (label, _, born, dies, module) in sorted(tracer._entries.items(), key=lambda item: (item[1][2], item[0])):
-        ends = sys.maxsize if dies is None else dies
+    for number, one in sorted(tracer._entries.items(), key=lambda item: (item[1].born, item[0])):
+        born, ends = one.born, sys.maxsize if one.dies is None else one.dies
         category, called = tracer._named.get(number, (None, ""))
         if born >= end or ends <= start or category in PLACED or number not in tracer.raw_bytes:
             continue
@@ -237,7 +237,7 @@ def _entries(
         else:
             if category is None:
                 category = Category(int(tracer._guess(born, min(ends, end), end)))
-            name = own.of_weight(called) or own.of_module(module) or label
+            name = own.of_weight(called) or own.of_module(one.module) or one.name
         is_gradient = category is Category.GRADIENTS
         place = own.place_of(called) if origin[0] < 0 else _place(origin[0], num_places)
         handed_on = _after(tracer.handed_on[number], starts) if gradient is not None else [-1, 0]

@@ -1,4 +1,4 @@
-"""A simulation of PyTorch's CUDA caching allocator, call by call; `allocator.py` replays timelines through it.
+"""A simulation of PyTorch's CUDA caching allocator, call by call; `replay.py` replays timelines through it.
 
 The allocator is deterministic, so reserved memory is replayed, not fitted: best fit within a stream's pool, splitting,
 merging, segments that are kept, and what it gives back before it runs out of memory. Rules and names are those of

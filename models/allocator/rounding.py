@@ -3,10 +3,10 @@ and c10/core/AllocatorConfig.h of torch 2.13."""
 
 from __future__ import annotations
 
-from peakcast.core.units import MIB, round_up
+from peakcast.core.units import ALLOCATION_UNIT_BYTES, MIB, round_up
 from peakcast.jobs.allocator_settings import NUM_INTERVALS
 
-MIN_BLOCK_BYTES = 512
+MIN_BLOCK_BYTES = ALLOCATION_UNIT_BYTES
 """kMinBlockSize: every request is rounded up to a multiple of it."""
 SMALL_BYTES = 1 * MIB
 """kSmallSize: requests up to this size use the small pool; a large block is split only if more than this is left."""

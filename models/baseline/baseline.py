@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from peakcast.jobs.conventions import torch_release
-from peakcast.jobs.lengths import NUM_STEPS, lengths_change
+from peakcast.jobs.lengths import CHANGING_STEPS, lengths_change
 from peakcast.jobs.lengths import steps as steps_of_lengths
 from peakcast.jobs.ranks import ranks_by_shard
 from peakcast.jobs.spec import TrainingJob
@@ -297,9 +297,9 @@ def _with_fullest_expert(run: Replay, more_bytes: int) -> Replay:
 def _drawn_steps(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -> list[Timeline]:
     """The steps of a job whose lengths change, each represented by its largest micro-batch: cached blocks of shorter ones
     are too small for longer ones."""
-    run = itertools.islice(steps_of_lengths(job, rank), NUM_STEPS)
+    run = itertools.islice(steps_of_lengths(job, rank), CHANGING_STEPS)
     largest = [max(step, key=lambda part: (part.num_tokens, part.sequence_length)) for step in run]
-    kinds = ["first", *["steady"] * (NUM_STEPS - 1)]
+    kinds = ["first", *["steady"] * (CHANGING_STEPS - 1)]
     return [ledger(part, device=device, rank=rank, step=kind) for part, kind in zip(largest, kinds, strict=True)]
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from peakcast.answers.prediction import QUANTITIES
 from peakcast.core.bounded import file_bytes
 from peakcast.core.errors import CalibrationError, CatalogError
+from peakcast.core.units import MIB
 from peakcast.models.calibration.domain import Domain
 from peakcast.models.calibration.intervals import Intervals
 from peakcast.models.calibration.residual import Residual
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from peakcast.catalog import Device
 
 SCHEMA_VERSION = 7
-MAX_FILE_BYTES = 16 * 2**20
+MAX_FILE_BYTES = 16 * MIB
 """A calibration has some hundred kB; a larger file is refused before it is parsed."""
 
 

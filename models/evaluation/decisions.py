@@ -1,7 +1,7 @@
 """How often the answers to "does it fit" are right, for architectures that were held out.
 
 There are two kinds of truth. A measured peak says whether the job would fit a GPU of any capacity, so each row is judged
-for several capacities by the rule of `predict.judge`: `yes` if the one-sided 95 % bound is below the capacity, `no` if the
+for several capacities by the rule of `verdict.judge`: `yes` if the one-sided 95 % bound is below the capacity, `no` if the
 lower end is above it. And the runs themselves show whether they fitted the GPU that they ran on. Repeats of a
 configuration share one weight.
 """

@@ -1,4 +1,4 @@
-"""How accurate the predictor is on what it has not seen (DESIGN section 6).
+"""How accurate the predictor is on what it has not seen.
 
 Error = point / measured − 1. Every row is predicted by a calibration fitted without its group: its architecture (the
 headline), its model type, its layout, its GPU type, or its source (who measured). Repeats of a configuration share one

@@ -16,7 +16,7 @@ from peakcast.models.calibration.grouping import SIZES_GIB, size_of
 if TYPE_CHECKING:
     from peakcast.models.calibration.samples import Sample
 
-"""A finding of the answer must announce an error above this (DESIGN section 6)."""
+"""A finding of the answer must announce an error above this."""
 
 
 @dataclass(frozen=True, kw_only=True)

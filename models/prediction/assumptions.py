@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from peakcast.core.units import format_gib
 from peakcast.core.versions import remarks
 from peakcast.jobs.conventions import assumed_network, assumed_versions, conventions
-from peakcast.jobs.lengths import NUM_STEPS, lengths_change
+from peakcast.jobs.lengths import CHANGING_STEPS, lengths_change
 from peakcast.jobs.ranks import worst_rank
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.baseline import Baseline
@@ -89,7 +89,7 @@ def _of_reserved_memory(job: TrainingJob, base: Baseline) -> Iterator[str]:
     if lengths_change(job) and seen_run() is None:
         yield (
             f"tensors are those of steps whose sequences are all as long as sequence_length={job.sequence_length}; what is "
-            f"reserved is that of {NUM_STEPS} steps with lengths drawn from batch.shortest_sequence="
+            f"reserved is that of {CHANGING_STEPS} steps with lengths drawn from batch.shortest_sequence="
             f"{job.batch.shortest_sequence} on (batch.seed={job.batch.seed}), one of them the longest."
         )
     if base.reserved_range_bytes is not None:

@@ -19,7 +19,7 @@ from peakcast.core.errors import PeakcastError, SpecError, near_misses
 from peakcast.models.calibration.calibration import Calibration
 
 JOB = "job"
-PARTS = ("baseline", "point", "lower", "upper", "upper_95")
+PREDICTED_PARTS = ("baseline", "point", "lower", "upper", "upper_95")
 MAX_JOB_CHARACTERS = 1_000_000
 """A longer text is not a job; it is refused before it is parsed."""
 MAX_ROWS = 1_000

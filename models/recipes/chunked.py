@@ -14,11 +14,11 @@ import numpy as np
 
 from peakcast.core.errors import CollectorError
 from peakcast.models.recipes.walk import (
-    BORN,
+    BORN_AT,
     BORN_STRETCH,
-    DIES,
+    DIES_AT,
     DIES_STRETCH,
-    HANDED_ON,
+    HANDED_ON_AT,
     HANDED_ON_STRETCH,
     Ints,
     Visit,
@@ -26,6 +26,7 @@ from peakcast.models.recipes.walk import (
 )
 
 KEPT = 4
+"""Chunks of a short walk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def shortened(walk: Walk, loops: Sequence[Loop], number: int) -> Walk | None:
         those = [loop for loop in own if loop.backward == backward]
         kept = np.array([_is_kept(instant, those, number) for instant in range(len(walk.phases[stretch]))], dtype=bool)
         before = np.concatenate([[0], np.cumsum(kept)])
-        for row, instants in ((BORN_STRETCH, BORN), (DIES_STRETCH, DIES), (HANDED_ON_STRETCH, HANDED_ON)):
+        for row, instants in ((BORN_STRETCH, BORN_AT), (DIES_STRETCH, DIES_AT), (HANDED_ON_STRETCH, HANDED_ON_AT)):
             here = lives[row] == stretch
             lives[instants, here] = before[lives[instants, here]]
         labels[stretch] = tuple(label for label, stay in zip(labels[stretch], kept, strict=True) if stay)
@@ -163,7 +164,7 @@ def lengthened(walk: Walk, loops: Sequence[Loop], number: int) -> tuple[Walk, In
     entries = np.concatenate([np.arange(len(chunk)), np.tile(first, more)])
     copy = np.concatenate([np.zeros(len(chunk), dtype=np.int64), np.repeat(np.arange(1, more + 1), len(first))])
     lives, places = walk.lives[:, entries].copy(), _Moved(loops, more)
-    for row, instants in ((BORN_STRETCH, BORN), (DIES_STRETCH, DIES), (HANDED_ON_STRETCH, HANDED_ON)):
+    for row, instants in ((BORN_STRETCH, BORN_AT), (DIES_STRETCH, DIES_AT), (HANDED_ON_STRETCH, HANDED_ON_AT)):
         forward, backward = lives[row] == _stretch(walk, False), lives[row] == _stretch(walk, True)
         for entry in np.flatnonzero(forward | backward).tolist():
             back, instant, source = bool(backward[entry]), int(lives[instants, entry]), int(entries[entry])
@@ -223,11 +224,11 @@ def _following(walk: Walk, loops: Sequence[Loop], first: Ints, second: Ints) -> 
         stretch = walk.lives[DIES_STRETCH, one]
         if stretch != walk.lives[DIES_STRETCH, other]:
             return None
-        early, late = sorted((int(walk.lives[DIES, one]), int(walk.lives[DIES, other])))
+        early, late = sorted((int(walk.lives[DIES_AT, one]), int(walk.lives[DIES_AT, other])))
         if early == late:
             continue
         backward = bool(stretch == _stretch(walk, True))
-        step = walk.lives[DIES, other] - walk.lives[DIES, one]
+        step = walk.lives[DIES_AT, other] - walk.lives[DIES_AT, one]
         fitting = (
             loop
             for loop in loops
@@ -250,12 +251,12 @@ def _chunks(walk: Walk, loops: Sequence[Loop], number: int) -> Ints:
     for entry in range(len(found)):
         for backward in (False, True):
             if walk.lives[BORN_STRETCH, entry] == _stretch(walk, backward):
-                instant = int(walk.lives[BORN, entry])
+                instant = int(walk.lives[BORN_AT, entry])
                 those = (loop for loop in loops if loop.backward == backward)
                 found[entry] = max((loop.chunk_at(instant, number) for loop in those), default=-1)
         if found[entry] >= 0 and walk.lives[DIES_STRETCH, entry] < 0:
             left.add(walk.names[entry])
-    earlier = (walk.lives[BORN_STRETCH] < 0) & (walk.lives[BORN] > 0)
+    earlier = (walk.lives[BORN_STRETCH] < 0) & (walk.lives[BORN_AT] > 0)
     start = 0
     while start < len(found):
         end = start + 1

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from peakcast.core.fields import flat
-from peakcast.dialects.common.network_values import NETWORK, network_values
+from peakcast.dialects.common.network_values import NETWORK_PREFIX, network_values
 from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.models.recipes.regime import regime
 from peakcast.networks.layer_count import COUNTS
@@ -43,16 +43,16 @@ def conditions(job: TrainingJob, defaults: Conditions | None = None, read: Set[s
     network = {**(defaults or {}), **{name: value for name, value in given.items() if value is not None}}
     found: dict[str, Any] = {}
     for name, value in {**alone, **network}.items():
-        short = name.removeprefix(NETWORK)
+        short = name.removeprefix(NETWORK_PREFIX)
         last = short.rpartition(".")[2]
         if value is None or IDLE.fullmatch(last) or (last in COUNTS and value == job.architecture.num_hidden_layers):
             continue
-        if name.startswith(NETWORK) and _changes_nothing(short, value, read):
+        if name.startswith(NETWORK_PREFIX) and _changes_nothing(short, value, read):
             continue
-        if name.startswith(NETWORK) and ROTARY.fullmatch(short) and last != ROTARY_SHARE:
+        if name.startswith(NETWORK_PREFIX) and ROTARY.fullmatch(short) and last != ROTARY_SHARE:
             if value not in OF_LENGTH:
                 continue
-            name = NETWORK + "rotary_of_length"
+            name = NETWORK_PREFIX + "rotary_of_length"
         found[name] = value
     return {**_implied(network), **found}
 

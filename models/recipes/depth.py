@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.models.recipes.walk import (
-    BORN,
+    BORN_AT,
     BORN_STRETCH,
-    DIES,
+    DIES_AT,
     DIES_STRETCH,
-    HANDED_ON,
+    HANDED_ON_AT,
     HANDED_ON_STRETCH,
     PLACE,
     Ints,
@@ -107,7 +107,7 @@ def _kind(walk: Walk, layer: int) -> tuple[object, ...]:
     places = (2 * layer + 1, 2 * layer + 2) if layer < walk.num_layers - 1 else (2 * layer + 1,)
     stretches = [stretch for place in places for stretch in _stretches(walk, place)]
     own = np.flatnonzero(np.isin(walk.lives[PLACE], places))
-    columns = np.stack([walk.categories, walk.raw_bytes, *walk.lives[[BORN, DIES, HANDED_ON]]])[:, own]
+    columns = np.stack([walk.categories, walk.raw_bytes, *walk.lives[[BORN_AT, DIES_AT, HANDED_ON_AT]]])[:, own]
     return tuple(walk.labels[one] for one in stretches), tuple(walk.names[i] for i in own), columns.tobytes()
 
 
@@ -178,7 +178,7 @@ def repeats(walk: Walk, runs: Sequence[Run]) -> Repeats | None:
         first, second = (_of_unit(walk.lives[PLACE], run.prefix + start, run.unit) for start in (0, run.unit))
         if len(first) != len(second) or any(walk.names[a] != walk.names[b] for a, b in zip(first, second, strict=True)):
             return None
-        alike = [walk.categories, walk.raw_bytes, *walk.lives[[BORN, DIES, HANDED_ON]], walk.gradients]
+        alike = [walk.categories, walk.raw_bytes, *walk.lives[[BORN_AT, DIES_AT, HANDED_ON_AT]], walk.gradients]
         if any(not np.array_equal(column[first], column[second]) for column in alike):
             return None
         moved, stayed = dies[second] == dies[first] + 2 * run.unit, dies[second] == dies[first]

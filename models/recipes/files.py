@@ -19,7 +19,7 @@ from peakcast.models.recipes.chunked import KEPT, Chunking, ChunkRule, Loop, len
 from peakcast.models.recipes.depth import Repeats, Run
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.sizes import BY_POINTS, Sizes
-from peakcast.models.recipes.walk import Visit, Walk, groups_from_json, pairs_of
+from peakcast.models.recipes.walk import Visit, Walk, WalkedParameter, groups_from_json, pairs_of
 
 T = TypeVar("T")
 SCHEMA = 2
@@ -70,7 +70,7 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
         "stretches": [[list(labels), list(phases)] for labels, phases in zip(walk.labels, walk.phases, strict=True)],
         "names": list(walk.names),
         **{name: np.asarray(getattr(walk, name)).astype(int).tolist() for name in _WALK},
-        "parameters": [[*rest[:2], list(rest[2]), *rest[3:]] for rest in walk.parameters],
+        "parameters": [[*one[:2], list(one.shape), *one[3:]] for one in walk.parameters],
         "layers": recipe.layers,
         "repeats": None if how is None else _of_repeats(how, recipe.copies),
         "exponents": [list(one) for one in sizes.exponents],
@@ -160,7 +160,7 @@ def _walk(mapping: dict[str, Any]) -> Walk:
         raw_bytes=np.zeros(count, dtype=np.int64),
         lives=columns["lives"],
         gradients=columns["gradients"].astype(bool),
-        parameters=tuple((str(m), str(n), tuple(map(int, s)), int(b), bool(t)) for m, n, s, b, t in mapping["parameters"]),
+        parameters=tuple(map(_parameter, mapping["parameters"])),
         wrapped=bool(mapping["wrapped"]),
         visits=tuple(tuple(map(_visit, visits)) for visits in mapping["visits"]),
         groups=groups_from_json(mapping.get("groups", ())),
@@ -215,6 +215,11 @@ def _repeats(written: list[Any], more: int, count: int) -> tuple[Repeats, tuple[
     if min(found, default=0) < 0 or sum(run.unit * one for run, one in zip(runs, found, strict=True)) != more:
         raise ValueError("its runs of layers do not make the network")
     return Repeats(runs, moves), found
+
+
+def _parameter(written: list[Any]) -> WalkedParameter:
+    module, name, shape, element_bytes, trains = written
+    return WalkedParameter(str(module), str(name), tuple(map(int, shape)), int(element_bytes), bool(trains))
 
 
 def _visit(written: list[Any]) -> Visit:

@@ -11,13 +11,13 @@ from fractions import Fraction
 import numpy as np
 
 from peakcast.core.errors import CollectorError
-from peakcast.dialects.common.network_values import NETWORK
+from peakcast.dialects.common.network_values import NETWORK_PREFIX
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes.conditions import Conditions, conditions, implied
 from peakcast.models.recipes.kinds import NetworkKind, numbers_of, with_values
 from peakcast.models.recipes.recipe import EVEN, Recipe
 from peakcast.models.recipes.walk import Ints, Walk
-from peakcast.models.recipes.walked import TARGETS, Record, WalkSizes
+from peakcast.models.recipes.walked import TARGET_LENGTH, Record, WalkSizes
 from peakcast.models.recipes.widths import Widths, WidthSample, learned
 from peakcast.networks.layer_count import with_layers
 
@@ -45,7 +45,7 @@ def network_kind(
     record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditions, read: frozenset[str] = frozenset()
 ) -> NetworkKind | None:
     """All networks that `recipe`, which is one of `job`, represents; None if no other network confirms it. `record`: takes
-    the arguments of `recipe.Record` and then values that differ from the job's. `defaults`, `read`: as of `NetworkKind`."""
+    the arguments of `walked.Record` and then values that differ from the job's. `defaults`, `read`: as of `NetworkKind`."""
     layers = None if recipe.repeats is None else recipe.walk.num_layers
     stacks = recipe.walk.stacks
     plain = recipe.layers == stacks * job.architecture.num_hidden_layers  # else a tower's blocks are counted as well
@@ -234,7 +234,7 @@ class _Explored:
         """A walk with changed values; None if other operations run, or if the library does not accept them."""
         batch, length, *targets = point
         changes = {
-            **({TARGETS: targets[0]} if targets else {}),
+            **({TARGET_LENGTH: targets[0]} if targets else {}),
             **self.implied,
             **changes,
             **{name: changes[leader] for name, leader in self.same_as.items() if leader in changes},
@@ -250,14 +250,14 @@ def _may_vary(name: str, value: object) -> bool:
     """Whether a condition is a number that might vary."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or PINNED.fullmatch(name.rpartition(".")[2]):
         return False
-    if not (name.startswith(NETWORK) or name == RANK):
+    if not (name.startswith(NETWORK_PREFIX) or name == RANK):
         return False
     return value >= SMALLEST if isinstance(value, int) else value != 0.0
 
 
 def _structure(walk: Walk) -> list[tuple[object, ...]]:
     """A walk's parameters without their sizes."""
-    return [(module, name, len(shape), *rest) for module, name, shape, *rest in walk.parameters]
+    return [(one.module, one.name, len(one.shape), one.element_bytes, one.trains) for one in walk.parameters]
 
 
 def _factors(values: Iterable[int], base: Iterable[int]) -> tuple[Fraction, ...]:

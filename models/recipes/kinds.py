@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from peakcast.dialects.common.network_values import NETWORK
+from peakcast.dialects.common.network_values import NETWORK_PREFIX
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes.conditions import Conditions, conditions
 from peakcast.models.recipes.recipe import Recipe
@@ -72,7 +72,7 @@ class NetworkKind:
         """(`job`, with a decoder as deep as its encoder if those of the recorded network are equally deep, the number of
         layers of its decoder)."""
         encoder, decoder = depths(job.architecture)
-        if encoder == decoder or any(NETWORK + name in self.conditions for name in OF_DECODER):
+        if encoder == decoder or any(NETWORK_PREFIX + name in self.conditions for name in OF_DECODER):
             return job, encoder
         return job.replace(architecture=equally_deep(job.architecture)), decoder
 
@@ -120,21 +120,19 @@ def with_values(recipe: Recipe, widths: Widths, values: Sequence[int], layers: i
     no such network."""
     walk, sizes = recipe.walk, recipe.sizes
     num_entries = len(walk.names)
-    sides = [side for _, _, shape, _, _ in walk.parameters for side in shape]
+    sides = [side for one in walk.parameters for side in one.shape]
     columns = np.ones((len(sizes.coefficients), num_entries + len(sides)), dtype=np.int64)
     columns[:, :num_entries], columns[:, num_entries:] = sizes.coefficients, sides
     scaled = widths.scaled(columns, values)
     rest = iter(scaled[0, num_entries:].tolist())
-    parameters = tuple(
-        (m, n, tuple(next(rest) for _ in shape), size, trains) for m, n, shape, size, trains in walk.parameters
-    )
+    parameters = tuple(one._replace(shape=tuple(next(rest) for _ in one.shape)) for one in walk.parameters)
     scaled_sizes = replace(sizes, coefficients=scaled[:, :num_entries])
     return replace(recipe.of_depth(layers), walk=replace(walk, parameters=parameters), sizes=scaled_sizes)
 
 
 def numbers_of(walk: Walk, num_bytes: Ints) -> Ints:
     """The numbers that widths explain: the bytes of every tensor, then the sides of every weight."""
-    sides = [side for _, _, shape, _, _ in walk.parameters for side in shape]
+    sides = [side for one in walk.parameters for side in one.shape]
     return np.array([*num_bytes.tolist(), *sides], dtype=np.int64)
 
 

@@ -129,13 +129,13 @@ class Recipe:
     @property
     def tied(self) -> bool:
         """Whether the lm_head uses the embedding's table, that is, has no weight of its own."""
-        return not any(module == "head" and len(shape) == 2 for module, _, shape, _, _ in self.walk.parameters)
+        return not any(one.module == "head" and len(one.shape) == 2 for one in self.walk.parameters)
 
     @property
     def odd_ends(self) -> bool:
         """Whether there are matrices outside the blocks that are neither the embedding's nor the lm_head's (a prediction
         head's or a projector's, for example), or matrices between the blocks."""
-        matrices = [(module, shape) for module, _, shape, _, _ in self.walk.parameters if len(shape) > 1]
+        matrices = [(one.module, one.shape) for one in self.walk.parameters if len(one.shape) > 1]
         tables = {shape for module, shape in matrices if module == "embedding"}
         return any(
             module.startswith("between.") or (module == "head" and shape not in tables) for module, shape in matrices
@@ -235,13 +235,13 @@ def _widened(recipe: Recipe, walked: Walked, most: int | None, nearer: Sequence[
     both = (longest,) * len(spans)
     far, many = ((batch if alone else FAR[0] * max(1, reach // one[0]), *one) for one in (both, ends))
 
-    def told(point: WalkSizes) -> Sizes | None:
+    def confirmed_at(point: WalkSizes) -> Sizes | None:
         """The sizes, if `point` and all that were walked before confirm them."""
         return recipe.sizes.confirmed(walked.sizes()) if walked.alike(point) else None
 
-    sizes = told((batch, *uneven))
+    sizes = confirmed_at((batch, *uneven))
     recipe = replace(recipe, sizes=sizes or recipe.sizes, even=sizes is None and any(one % EVEN for one in uneven))
-    if min(shortest) > short and not recipe.even and (sizes := told((batch, *(short for _ in spans)))):
+    if min(shortest) > short and not recipe.even and (sizes := confirmed_at((batch, *(short for _ in spans)))):
         recipe = _ranging(replace(recipe, sizes=sizes), [(short, high) for high in ends])
     others = ((batch if alone else more, length) for more, length in nearer if recipe.lengths[1] <= length < longest)
     for corner in (far, *others, many):

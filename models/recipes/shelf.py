@@ -30,7 +30,7 @@ from peakcast.models.recipes.shipped import is_of_release, shipped_recipe
 
 MOST = 16
 """Most recipes of one regime that are kept, for different ranges of batch and length."""
-LIBRARIES = {
+RECIPE_PACKAGES = {
     TRANSFORMERS: ("torch", "transformers", "peft", "fla-core"),
     LITGPT: ("torch", "litgpt", "lightning"),
     TORCHTUNE: ("torch", "torchtune", "torchao"),
@@ -113,7 +113,7 @@ def shelf_name(job: TrainingJob) -> str:
     """The name of the file of the job's recipes."""
     alone, family = regime(job), job.architecture.model_type
     alone = alone.replace(architecture=replace(alone.architecture, name=family))
-    packages = LIBRARIES[library_of(job)]
+    packages = RECIPE_PACKAGES[library_of(job)]
     asked_for = {name: str(job.versions[name]) for name in packages if release(job.versions.get(name, "main")) != NEWEST}
     releases = {name: one for name, one in {**installed_libraries(), **asked_for}.items() if name in packages}
     asked = canonical_json([job_to_mapping(alone), releases])
@@ -126,7 +126,7 @@ def installed_libraries() -> dict[str, str]:
     import importlib.metadata  # takes longer to import than a prediction
 
     found = {}
-    for package in dict.fromkeys(name for names in LIBRARIES.values() for name in names):
+    for package in dict.fromkeys(name for names in RECIPE_PACKAGES.values() for name in names):
         try:
             found[package] = public(importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:

@@ -19,7 +19,7 @@ import numpy as np
 import peakcast
 from peakcast.core.fields import flat
 from peakcast.core.versions import NEWEST, release
-from peakcast.dialects.common.network_values import NETWORK
+from peakcast.dialects.common.network_values import NETWORK_PREFIX
 from peakcast.dialects.common.own_networks import TRANSFORMERS, library_of
 from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.models.recipes import files
@@ -108,7 +108,8 @@ def nearest_shipped(job: TrainingJob) -> str:
     others, kind, text = min(found, key=lambda one: (len(one[0]), one[1].values(job) is None))
     if others:
         usual = flat(job_to_mapping(TrainingJob(architecture=job.architecture)))
-        values = {name.removeprefix(NETWORK): usual.get(name) if value is None else value for name, value in others.items()}
+        given = {name: usual.get(name) if value is None else value for name, value in others.items()}
+        values = {name.removeprefix(NETWORK_PREFIX): value for name, value in given.items()}
         return " and ".join(_told(name, value) for name, value in values.items() if name not in FOLLOWING)
     if kind.values(job) is None:
         return "of networks of other sizes"

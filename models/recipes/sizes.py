@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from peakcast.models.ledger.tape.polynomials import EXPONENTS, PARTS
+from peakcast.models.ledger.tape.polynomials import EXPONENTS, PARTS_OF_A_BYTE
 from peakcast.models.recipes.walk import Ints
 
 LARGEST = 2.0**62
@@ -35,7 +35,7 @@ MULTIPLES = (1, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Sizes:
-    """The bytes of each tensor. `coefficients` [num_terms, num_entries] are in 1/PARTS of a byte; `multiples`
+    """The bytes of each tensor. `coefficients` [num_terms, num_entries] are in `PARTS_OF_A_BYTE`; `multiples`
     [num_entries]: the multiple to which the length is first rounded up."""
 
     exponents: Exponents
@@ -52,7 +52,7 @@ class Sizes:
             if (powers.astype(float) @ abs(self.coefficients[:, which]).astype(float)).max(initial=0.0) > LARGEST:
                 tokens = " and ".join(map(str, lengths))
                 raise OverflowError(f"a tensor of {batch} sequences of {tokens} tokens has more bytes than 64 bits count")
-            found[which] = powers @ self.coefficients[:, which] // PARTS
+            found[which] = powers @ self.coefficients[:, which] // PARTS_OF_A_BYTE
         return found
 
     def confirmed(self, samples: Mapping[tuple[int, ...], Ints]) -> Sizes | None:
@@ -116,7 +116,7 @@ def _solved(samples: Mapping[tuple[int, ...], Ints], solving: Sequence[tuple[int
     powers = np.stack([_powers(point, exponents) for point in solving])
     bytes_of = np.stack([samples[point] for point in solving])
     scale = powers.max(axis=0).astype(float)
-    solved = np.linalg.solve(powers / scale, bytes_of.astype(float) * PARTS) / scale[:, None]
+    solved = np.linalg.solve(powers / scale, bytes_of.astype(float) * PARTS_OF_A_BYTE) / scale[:, None]
     return Sizes(exponents, np.rint(solved).astype(np.int64), np.ones(bytes_of.shape[1], dtype=np.int64))
 
 

@@ -5,14 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
-PLACE, BORN_STRETCH, BORN, DIES_STRETCH, DIES, HANDED_ON_STRETCH, HANDED_ON = range(7)
+PLACE, BORN_STRETCH, BORN_AT, DIES_STRETCH, DIES_AT, HANDED_ON_STRETCH, HANDED_ON_AT = range(7)
 """The rows of `Walk.lives`. Stretches: `collectors/tracing/stretches.py`; places: `peakcast/timelines/places.py`."""
+
+
+class WalkedParameter(NamedTuple):
+    """A weight of a recorded network, with the module of which it is and its name there."""
+
+    module: str
+    name: str
+    shape: tuple[int, ...]
+    element_bytes: int
+    trains: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +71,11 @@ class Walk:
     raw_bytes: Ints
     """Bytes as requested, not rounded."""
     lives: Ints
-    """[7, num_entries]: PLACE; BORN_STRETCH (-1: before this step); BORN (if before this step: 0 before the first step, 1
-    since); DIES_STRETCH (-1: not in this step); DIES; for a gradient, when autograd gives it to its parameter:
-    HANDED_ON_STRETCH (-1 for other tensors) and HANDED_ON. Instants count from the stretch's first."""
+    """[7, num_entries]: PLACE; BORN_STRETCH (-1: before this step); BORN_AT (if before this step: 0 before the first step,
+    1 since); DIES_STRETCH (-1: not in this step); DIES_AT; for a gradient, when autograd gives it to its parameter:
+    HANDED_ON_STRETCH (-1 for other tensors) and HANDED_ON_AT. Instants count from the stretch's first."""
     gradients: npt.NDArray[np.bool_]
-    parameters: tuple[tuple[str, str, tuple[int, ...], int, bool], ...]
-    """(module, name, shape, bytes of an element, whether it trains) of each."""
+    parameters: tuple[WalkedParameter, ...]
     wrapped: bool = True
     """Whether FSDP makes a unit of each block."""
     visits: tuple[tuple[Visit, ...], ...] = ()
@@ -105,7 +114,7 @@ class Walk:
         """For each entry of `later`, a walk of the same step after another one, the entry of this walk of a first step that
         is the same tensor; what `later` finds in memory is what a step leaves there. None if the two are no such walks."""
         left = np.flatnonzero((self.lives[DIES_STRETCH] < 0) & (self.lives[BORN_STRETCH] >= 0)).tolist()
-        found = (later.lives[BORN_STRETCH] < 0) & (later.lives[BORN] > 0)
+        found = (later.lives[BORN_STRETCH] < 0) & (later.lives[BORN_AT] > 0)
         same = np.zeros(len(later.names), dtype=np.int64)
         if self.labels != later.labels or self.phases != later.phases or (~found).sum() != len(self.names):
             return None
@@ -128,14 +137,14 @@ class Walk:
         names, *columns = zip(*mapping["entries"], strict=True)
         categories, raw, *rows, gradients = np.array(columns, dtype=np.int64)
         lives = np.stack(rows)
-        born_stretch, born = lives[BORN_STRETCH], lives[BORN].copy()
+        born_stretch, born = lives[BORN_STRETCH], lives[BORN_AT].copy()
         labels, phases, visits = [], [], []
         for index, (every_label, every_phase) in enumerate(mapping["stretches"]):
             kept = np.unique(born[born_stretch == index])
             labels.append(tuple(every_label[instant] for instant in kept))
             phases.append(bytes(every_phase[instant] for instant in kept))
             # a tensor dies, or goes to its parameter, when the next operation that allocates begins
-            for stretch, row in ((BORN_STRETCH, BORN), (DIES_STRETCH, DIES), (HANDED_ON_STRETCH, HANDED_ON)):
+            for stretch, row in ((BORN_STRETCH, BORN_AT), (DIES_STRETCH, DIES_AT), (HANDED_ON_STRETCH, HANDED_ON_AT)):
                 of = lives[stretch] == index
                 lives[row, of] = np.searchsorted(kept, lives[row, of])
             visits.append(
@@ -144,7 +153,7 @@ class Walk:
                     for runs, enters, module, instant, weights in mapping["visits"][index]
                 )
             )
-        parameters = tuple((module, name, tuple(shape), *rest) for module, name, shape, *rest in mapping["parameters"])
+        parameters = (WalkedParameter(of, name, tuple(shape), *rest) for of, name, shape, *rest in mapping["parameters"])
         return cls(
             mapping["num_places"],
             tuple(labels),
@@ -154,7 +163,7 @@ class Walk:
             raw,
             lives,
             gradients.astype(bool),
-            parameters,
+            tuple(parameters),
             bool(mapping.get("wrapped", True)),
             tuple(visits),
             groups_from_json(mapping.get("groups", ())),

@@ -19,7 +19,7 @@ WalkSizes = tuple[int, ...]
 Record = Callable[..., Walk]
 """(layers (None: all), micro-batch size, sequence length, number of steps (default: 2), whose last is recorded; then, where
 they are needed, changed values and the numbers of skipped layers) -> the walk."""
-TARGETS = "decoder_sequence_length"
+TARGET_LENGTH = "decoder_sequence_length"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Shown:
     def walk(self, record: Record, point: WalkSizes, steps: int = 2) -> Walk:
         """The walk of these layers. Raises: CollectorError."""
         batch, length, *targets = point
-        more: list[object] = [{TARGETS: targets[0]} if targets else {}, self.skipped]
+        more: list[object] = [{TARGET_LENGTH: targets[0]} if targets else {}, self.skipped]
         return record(self.layers, batch, length, steps, *(more if targets or self.skipped else ()))
 
     def stands_for(self, walk: Walk, whole: Walk) -> bool:

@@ -14,7 +14,7 @@ from peakcast.core.findings import Finding, sentences
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.timelines.timeline import Category, Timeline
 
-COLUMNS: dict[str, tuple[Category, ...]] = {
+LAYER_COLUMNS: dict[str, tuple[Category, ...]] = {
     "weights": (Category.PARAMETERS, Category.MAIN_PARAMETERS, Category.REFERENCE_PARAMETERS),
     "gradients": (Category.GRADIENTS,),
     "optimizer": (Category.OPTIMIZER_STATES,),

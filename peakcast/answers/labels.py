@@ -21,7 +21,7 @@ OF_LIMIT = {
     "peak_host_bytes": " of host memory",
 }
 """Quantity -> words after the size of its limit that say what the limit applies to."""
-METHODS = {"full": "full training", "lora": "LoRA", "qlora": "QLoRA"}
+METHOD_LABELS = {"full": "full training", "lora": "LoRA", "qlora": "QLoRA"}
 """`finetuning.method` -> what is trained; other methods of peft go by peft's name."""
 PHASE_NAMES = {
     Phase.INIT: "set-up",

@@ -136,7 +136,7 @@ class Prediction:
         return all(finding.code not in ("not_modelled", "network_guessed") for finding in self.found)
 
     def to_mapping(self) -> dict[str, Any]:
-        """The answer as a JSON-able mapping (DESIGN section 5)."""
+        """The answer as a JSON-able mapping."""
         return {
             "gpu": self.gpu,
             "rank": self.rank,

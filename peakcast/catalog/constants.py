@@ -14,9 +14,10 @@ from peakcast.core.bounded import file_bytes, json_value
 from peakcast.core.durable import replace_file
 from peakcast.core.errors import RecordError
 from peakcast.core.fields import FrozenMapping
+from peakcast.core.units import MIB
 
 SCHEMA = 1
-MAX_FILE_BYTES = 2**20
+MAX_FILE_BYTES = MIB
 MOST_BYTES = 2**40
 """No GPU has more memory than this."""
 MOST_RANKS_DIGITS = 6

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from peakcast.catalog import Device
-from peakcast.core.units import MIB
+from peakcast.core.units import KIB, MIB
 
 MAX_THREADS = 512
 """MAX_NUM_THREADS of aten/src/ATen/native/cuda/Reduce.cuh, for all types except complex128."""
@@ -130,7 +130,7 @@ def cublas_bytes(device: Device, release: tuple[int, ...], config: str | None = 
     """
     if config:
         pairs = re.findall(r":(\d+):(\d+)", config)
-        return sum(int(kib) * 1024 * int(count) for kib, count in pairs)
+        return sum(int(kib) * KIB * int(count) for kib, count in pairs)
     large = {9} if release < (2, 12) else {9, 10, 12}
     return LARGE_CUBLAS_BYTES if device.compute_capability[0] in large else CUBLAS_BYTES
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from peakcast.core.units import MIB
+
 MAX_DEPTH = 100
 """Depth of mappings and lists inside one another. The deepest configuration of a real project has 9."""
 MAX_VALUES = 200_000
@@ -28,7 +30,7 @@ of 90,000 took 23 GB."""
 MAX_DIGITS = 100
 """Digits of a whole number. Longer numbers do not occur in configurations, and do not fit into a float."""
 _TOO_DEEP = f"it is nested too deeply, more than {MAX_DEPTH} mappings and lists inside one another"
-MAX_UNSAID_BYTES = 64 * 2**20
+MAX_UNSAID_BYTES = 64 * MIB
 """How much longer than its stated size a file may be: some of the system's files state 0, and a shard grows while it is
 read."""
 PIPE_SECONDS = 10.0
@@ -73,7 +75,7 @@ def file_bytes(path: Path, most_bytes: int) -> bytes:
             if status.st_size > most_bytes:
                 raise _too_large(most_bytes)
             most_bytes = min(most_bytes, status.st_size + MAX_UNSAID_BYTES)
-            content = _read(lambda: os.read(descriptor, 2**20), most_bytes)
+            content = _read(lambda: os.read(descriptor, MIB), most_bytes)
     finally:
         os.close(descriptor)
     if len(content) > most_bytes:

@@ -10,6 +10,7 @@ from types import ModuleType
 
 from peakcast.core.bounded import file_bytes
 from peakcast.core.errors import RecordError
+from peakcast.core.units import GIB
 
 fcntl: ModuleType | None
 try:
@@ -17,7 +18,7 @@ try:
 except ImportError:  # Windows has no such locks; lines are still written as a whole
     fcntl = None
 
-MAX_FILE_BYTES = 2**30
+MAX_FILE_BYTES = GIB
 """A shard or table larger than this is refused before it is read (100,000 rows are about 300 MB)."""
 
 

@@ -21,10 +21,10 @@ class Kind:
     meaning: str
     severity: int = 0
     """How far the job is from what was measured: 0 not at all, 1 a little, 2 another kind of job, 6 not modelled. Bars are
-    widened by the sum (`models.domain.severity`)."""
+    widened by the sum (`models/calibration/domain.py` severity)."""
     uncounted: bool = False
     """Whether the answer leaves out something of unknown size. Only such findings change a verdict
-    (`models.verdict.judge`)."""
+    (`models/prediction/verdict.py` judge)."""
     prevents: bool = False
     """Whether the run would fail and so have no peak; then the verdict is never `yes`."""
     together: str = ""
@@ -129,7 +129,7 @@ class Finding:
         return self.severity >= OUT_OF_SCOPE and self.share is None
 
     def to_mapping(self) -> dict[str, str]:
-        """The four fields by name (DESIGN section 5)."""
+        """The four fields that answers show, by name."""
         return {name: getattr(self, name) for name in ("code", "parameter", "direction", "sentence")}
 
 

@@ -1,4 +1,4 @@
-"""Units. Bytes are ints everywhere; GiB (2**30) appears only here, at the command line and in reports."""
+"""Units. Bytes are ints everywhere; GiB are for people: at the command line, in messages and in reports."""
 
 KIB = 2**10
 MIB = 2**20
@@ -9,6 +9,9 @@ BF16 = 2
 FP32 = INT32 = 4
 INT64 = 8
 """Bytes of one element, where code of a framework fixes the dtype. A dtype that a job names is looked up in DTYPE_BYTES."""
+
+ALLOCATION_UNIT_BYTES = 512
+"""kMinBlockSize of PyTorch's c10/core/AllocatorConfig.h: the size of every block is a multiple of it."""
 
 DTYPE_BYTES: dict[str, float] = {
     "float32": 4,

@@ -37,7 +37,7 @@ PACKAGES = {
 """Keys of `versions` that an installed package can answer -> the name under which the package is installed."""
 STACKS = ("unsloth", "torchtitan", "torchtune", "litgpt", "nanotron", "lightning_thunder")
 """Packages that run the training if a job mentions them. If one is only installed here, that means nothing."""
-OWN_NETWORKS = ("torchtitan", "torchtune", "litgpt", "nanotron")
+OWN_NETWORK_STACKS = ("torchtitan", "torchtune", "litgpt", "nanotron")
 """The stacks whose networks are their own, so that the version of transformers does not matter."""
 _MONTH = re.compile(r"20\d\d-(?:0[1-9]|1[0-2])(?:-\d\d)?")
 _RELEASE = re.compile(

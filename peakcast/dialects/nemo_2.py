@@ -27,7 +27,7 @@ from peakcast.dialects.megatron.adapters import BRIDGE, with_adapters
 from peakcast.dialects.megatron.job import from_megatron
 from peakcast.dialects.megatron.launch import flags_of_yaml, with_gradient_dtype
 from peakcast.dialects.python.calls import Expressions, FunctionCall, NotGiven, parsed, plain_value
-from peakcast.dialects.python.functions import NOTHING, FunctionTable, attribute_path, set_at
+from peakcast.dialects.python.functions import NO_VALUES, FunctionTable, attribute_path, set_at
 from peakcast.dialects.torchtitan.registry import Registered
 
 MAKES = re.compile(r"(run\.)?(Config|Partial)")
@@ -88,7 +88,7 @@ class Recipes(FunctionTable):
         """Expressions in which calls of these functions, and of nemo_run's Config and Partial, are followed."""
         return Expressions(keeps_calls=True, follow=self._follow)
 
-    def made(self, kind: str, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+    def made(self, kind: str, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] = NO_VALUES) -> dict[str, Any]:
         """The recipe that the function `kind` returns with these arguments. Raises: SpecError."""
         if kind not in self.functions:
             raise SpecError(f"{self.where} has no {kind}; it has {', '.join(self.functions)}.", parameter="factory")

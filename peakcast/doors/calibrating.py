@@ -109,7 +109,7 @@ def evaluate(
     tracker: Tracker | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """How accurate the predictor is on architectures, layouts and GPU types that it was not fitted on (DESIGN section 6).
+    """How accurate the predictor is on architectures, layouts and GPU types that it was not fitted on.
 
     `gpu` must have rows; every row is used all the same, since GPU types learn from each other. `new_hardware` also
     computes how the error on each GPU type falls with rows of its own; `calibrations` are stored with what is tracked.

@@ -17,7 +17,7 @@ from peakcast.catalog import Device
 from peakcast.core.errors import PeakcastError, SpecError
 from peakcast.core.extras import need
 from peakcast.core.findings import Finding, ordered
-from peakcast.core.units import GIB
+from peakcast.core.units import GIB, KIB
 from peakcast.core.versions import release
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.dialects.common.translation import Translation
@@ -291,7 +291,7 @@ def _free_bytes() -> int:
     """Memory of this machine that programs can get: what is free, and what the cache of files would give back."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
+        return KIB * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
     with suppress(ValueError, OSError, AttributeError):
         return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
     return 20 * GIB

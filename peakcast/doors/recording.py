@@ -26,7 +26,7 @@ from peakcast.models.recipes import shelf
 from peakcast.models.recipes.baseline_choice import StackTraces, baseline_from, chosen
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recordable import FRAMEWORKS, cannot_be_recorded
-from peakcast.models.recipes.shelf import LIBRARIES, installed_libraries, recipe_of, wants_recipe
+from peakcast.models.recipes.shelf import RECIPE_PACKAGES, installed_libraries, recipe_of, wants_recipe
 from peakcast.models.recipes.shipped import is_of_release
 from peakcast.timelines.traced import Traced
 
@@ -234,7 +234,7 @@ def record_with(recorder: WalkRecorder, job: TrainingJob) -> Recipe:
 
         rule = chunks_of_loss(job)
         recipe = recorded_in_chunks(record, asked, most, rule) if rule else recorded(record, asked, most, images)
-    packages = LIBRARIES[library_of(job)]
+    packages = RECIPE_PACKAGES[library_of(job)]
     releases = {name: shelf.public(library.versions[name]) for name in packages if name in library.versions}
     recipe = replace(recipe, versions=FrozenMapping(releases))
     shelf.shelve(job, recipe)

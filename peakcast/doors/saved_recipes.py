@@ -21,7 +21,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.recipes.lent import Lent, lending
 from peakcast.models.recipes.recordable import cannot_be_recorded
-from peakcast.models.recipes.shelf import LIBRARIES
+from peakcast.models.recipes.shelf import RECIPE_PACKAGES
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _own_steps(walk: Walks, job: TrainingJob) -> Recipe:
             most = None
             break
     recipe = recorded(record, (job.micro_batch_size, job.sequence_length), most, nearer=NEARER)
-    releases = {name: job.versions[name] for name in LIBRARIES[library_of(job)] if name in job.versions}
+    releases = {name: job.versions[name] for name in RECIPE_PACKAGES[library_of(job)] if name in job.versions}
     return replace(recipe, versions=FrozenMapping(releases))
 
 

@@ -18,7 +18,7 @@ from peakcast.core.errors import CollectorError, SpecError, near_misses
 from peakcast.core.extras import need
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import job_from_mapping
-from peakcast.dialects.common.network_values import NETWORK, with_values
+from peakcast.dialects.common.network_values import NETWORK_PREFIX, with_values
 from peakcast.dialects.common.own_networks import TORCHTUNE, TRANSFORMERS, torchtune_families
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shipped
@@ -26,7 +26,7 @@ from peakcast.models.recipes.generalising import network_kind
 from peakcast.models.recipes.kinds import NetworkKind
 from peakcast.models.recipes.recipe import Recipe, recorded
 from peakcast.models.recipes.regime import regime
-from peakcast.models.recipes.shelf import LIBRARIES, public
+from peakcast.models.recipes.shelf import RECIPE_PACKAGES, public
 from peakcast.models.recipes.walk import Walk
 from peakcast.networks.families import family
 from peakcast.networks.layer_count import told_by_layer, with_layers
@@ -124,7 +124,7 @@ def record_all(
     _check_families(families, known, library)
     if library not in versions:
         raise CollectorError(f"{library} is not installed there; install it with: pip install {library}.")
-    releases = FrozenMapping({name: public(versions[name]) for name in LIBRARIES[library] if name in versions})
+    releases = FrozenMapping({name: public(versions[name]) for name in RECIPE_PACKAGES[library] if name in versions})
     own = folder / shipped.stack_name(library, str(releases[library]))
     asked = list(families or known)
     shipment = Shipment()
@@ -230,7 +230,7 @@ def _jobs(config: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Train
             yield job
             heads, groups = (config.get(name, 0) for name in (HEADS, GROUPS))
             if heads == groups and heads >= FEWEST_HEADS:
-                yield with_values(job, {NETWORK + GROUPS: heads // 4})
+                yield with_values(job, {NETWORK_PREFIX + GROUPS: heads // 4})
 
 
 def recorded_layers(layers: int, kinds: Sequence[str]) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from peakcast.answers.prediction import Prediction
 from peakcast.catalog import Device
-from peakcast.core.units import format_gib
+from peakcast.core.units import KIB, format_gib
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.kv_cache import layer_cache_bytes
 from peakcast.models.ledger.huggingface.contexts import block_context
 
 SERVER_SHARE = 0.9
 """Of the GPU that vLLM takes when it starts, unless `gpu_memory_utilization` says otherwise (vLLM, engine arguments)."""
-KIB = 1024
 
 
 def cache_bytes_per_token(job: TrainingJob) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from peakcast.answers.explanation import COLUMNS, ModuleRow, ParameterRow
+from peakcast.answers.explanation import LAYER_COLUMNS, ModuleRow, ParameterRow
 from peakcast.core.units import DTYPE_BYTES
 from peakcast.jobs.spec import TrainingJob
 from peakcast.timelines.timeline import Category, Timeline
@@ -24,7 +24,7 @@ def module_rows(timeline: Timeline, job: TrainingJob | None, parameters: Sequenc
     numel = _numel(parameters)
     columns = {
         name: _by_module(timeline, _most_of(timeline, categories), categories, job, numel)
-        for name, categories in COLUMNS.items()
+        for name, categories in LAYER_COLUMNS.items()
     }
     at_peak = _by_module(timeline, timeline.peak().instant, tuple(Category), job, numel)
     names = dict.fromkeys([*numel, *at_peak, *(name for column in columns.values() for name in column)])

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from peakcast.core.units import ALLOCATION_UNIT_BYTES
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
-UNIT_BYTES = 512
 NUM_NAMES = 3
 UNKNOWN_PHASE = "phase unknown"
 """What people read where a recording does not tell the phase, as without Python stacks."""
@@ -193,7 +193,7 @@ def _most_at_once(predicted: Timeline, phase: Phase) -> dict[int, int]:
 
 
 def _rounded(timeline: Timeline) -> npt.NDArray[np.int64]:
-    rounded: npt.NDArray[np.int64] = -(-timeline.num_bytes // UNIT_BYTES) * UNIT_BYTES
+    rounded: npt.NDArray[np.int64] = -(-timeline.num_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
     return rounded
 
 

@@ -12,11 +12,9 @@ from enum import StrEnum
 from itertools import islice, zip_longest
 from typing import NamedTuple
 
-from peakcast.core.units import MIB, round_up
+from peakcast.core.units import ALLOCATION_UNIT_BYTES, MIB, round_up
 from peakcast.jobs.allocator_settings import Allocator
 
-UNIT_BYTES = 512
-"""kMinBlockSize of c10/core/AllocatorConfig.h: every block is a multiple of it."""
 LARGEST_SLACK_BYTES = 1 * MIB
 """kSmallSize: a block of the large pool is split only if more than this would be left (`should_split`)."""
 UNCATEGORISED = -1
@@ -123,4 +121,4 @@ def requests(events: Sequence[Event]) -> Iterator[Request]:
 def block_bytes(requested_bytes: int) -> int:
     """The least size of a request's block, in bytes. It is larger only if the rest of a block was too small to be split
     off."""
-    return max(UNIT_BYTES, round_up(requested_bytes, UNIT_BYTES))
+    return max(ALLOCATION_UNIT_BYTES, round_up(requested_bytes, ALLOCATION_UNIT_BYTES))

@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import IO, Any
 
 from peakcast.core.errors import RecordError, SpecError
+from peakcast.core.units import MIB
 from peakcast.histories.history import Action, Event, HandedOut, History, Segment
 from peakcast.jobs.allocator_settings import Allocator, parse_allocator
 
 FORMAT = "allocator history 1"
-MAX_LINE_BYTES = 32 * 2**20
+MAX_LINE_BYTES = 32 * MIB
 """The longest header of the published files has 0.2 MB."""
 MAX_EVENTS = 5_000_000
 ADDRESS_LIMIT = 1 << 57

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from peakcast.core.errors import RecordError
+from peakcast.core.units import MIB
 from peakcast.histories.categories import category_of
 from peakcast.histories.history import LARGEST_SLACK_BYTES, Action, Event, HandedOut, History, Segment, block_bytes
 from peakcast.jobs.allocator_settings import Allocator
@@ -28,8 +29,8 @@ ACTIONS = {
 }
 """PyTorch's names of actions; others, such as "snapshot", are marks."""
 LIMIT = 1 << 63
-SMALL_SEGMENT_BYTES = 2 << 20
-LARGE_PAGE_BYTES = 20 << 20
+SMALL_SEGMENT_BYTES = 2 * MIB
+LARGE_PAGE_BYTES = 20 * MIB
 
 
 def histories_of(snapshot: object, name: str) -> list[History]:

@@ -52,7 +52,7 @@ RANKED: Mapping[str, int] = {
 }  # fmt: skip
 """Methods with a rank -> peft's default for it (`init_r` for AdaLoRA). Source: peft 0.21 tuners/*/config.py."""
 
-SETTINGS: Mapping[str, Mapping[str, Any]] = {
+ADAPTER_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "adaption_prompt": {"adapter_len": None, "adapter_layers": None},
     "boft": {"boft_block_size": 4, "boft_block_num": 0, "boft_n_butterfly_factor": 1},
     "bone": {"init_weights": True},
@@ -83,7 +83,7 @@ OPTIONAL = ("adapter_layers", "encoder_hidden_size")
 def settings_of(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """All settings of `method`: those given, and peft's defaults. Raises: SpecError for one that the method does not have,
     or that is missing."""
-    known = SETTINGS.get(method, {})
+    known = ADAPTER_SETTINGS.get(method, {})
     for name, value in given.items():
         if name not in known:
             raise SpecError(

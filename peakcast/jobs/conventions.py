@@ -21,7 +21,7 @@ from peakcast.core.errors import SpecError, near_misses
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.findings import Finding
 from peakcast.core.versions import ASSUMED_TORCH as ASSUMED_TORCH
-from peakcast.core.versions import CONTAINER, OWN_NETWORKS, STACKS, compare, not_compared, resolved
+from peakcast.core.versions import CONTAINER, OWN_NETWORK_STACKS, STACKS, compare, not_compared, resolved
 from peakcast.core.versions import release as release
 from peakcast.core.versions import torch_release as torch_release
 from peakcast.jobs.loss import REFERRING
@@ -35,7 +35,7 @@ ONLY_USED_BY: Mapping[str, Callable[[TrainingJob], bool]] = {
     "trl": lambda job: job.loss.kind != "cross_entropy",
     "bitsandbytes": lambda job: job.finetuning.quantization is not None or job.optimizer.in_8_bits,
     "peft": lambda job: job.finetuning.method != "full",
-    "transformers": lambda job: not any(stack in job.versions for stack in OWN_NETWORKS),
+    "transformers": lambda job: not any(stack in job.versions for stack in OWN_NETWORK_STACKS),
     "flash_attn": lambda job: job.attention == "flash_attention_2",
 }
 """Package -> whether a job uses it; for other jobs its version does not matter."""
@@ -141,10 +141,10 @@ def packages_of(framework: str) -> frozenset[str]:
 
 def assumed_network(job: TrainingJob) -> str:
     """A sentence about whose network a plain PyTorch loop is assumed to train; "" for another stack."""
-    if job.framework != "torch" or job.task != "train" or not set(OWN_NETWORKS).isdisjoint(job.versions):
+    if job.framework != "torch" or job.task != "train" or not set(OWN_NETWORK_STACKS).isdisjoint(job.versions):
         return ""
     return (
-        f"the network is that of transformers; {', '.join(OWN_NETWORKS)} have networks of their own, which save "
+        f"the network is that of transformers; {', '.join(OWN_NETWORK_STACKS)} have networks of their own, which save "
         "other tensors: if one of them trains, give its release in versions."
     )
 

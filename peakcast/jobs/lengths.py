@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from peakcast.jobs.spec import TrainingJob
 
-NUM_STEPS = 8
+CHANGING_STEPS = 8
 """One of this many steps has only sequences of the largest length; never the first step, which has no optimizer states
 yet."""
 
@@ -29,8 +29,8 @@ def at_its_longest(job: TrainingJob) -> TrainingJob:
 
 
 def longest_step(job: TrainingJob, rank: int = 0) -> int:
-    """Number (from 0) of the step among the first `NUM_STEPS` in which all sequences have the largest length."""
-    return random.Random(f"{job.batch.seed}.{rank}").randrange(1, NUM_STEPS)
+    """Number (from 0) of the step among the first `CHANGING_STEPS` in which all sequences have the largest length."""
+    return random.Random(f"{job.batch.seed}.{rank}").randrange(1, CHANGING_STEPS)
 
 
 def steps(job: TrainingJob, rank: int = 0) -> Iterator[tuple[TrainingJob, ...]]:

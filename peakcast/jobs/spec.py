@@ -315,7 +315,7 @@ def canonical_json(value: object) -> str:
 
 
 def job_to_mapping(job: TrainingJob) -> dict[str, Any]:
-    """The job as a plain mapping, every default written out; `dialects.job_file.job_from_mapping` reads it back."""
+    """The job as a plain mapping, every default written out; `dialects.common.job_file.job_from_mapping` reads it back."""
     mapping: dict[str, Any] = to_mapping(job)
     return mapping
 

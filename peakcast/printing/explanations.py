@@ -9,7 +9,7 @@ from typing import Any
 
 from peakcast.answers.advised import Advice
 from peakcast.answers.explanation import (
-    COLUMNS,
+    LAYER_COLUMNS,
     Change,
     Collective,
     Comparison,
@@ -23,11 +23,11 @@ from peakcast.answers.remarks import assumptions_shown, warnings_shown
 from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.explaining.text_picture import text_picture
 from peakcast.printing.what_to_try import flags_text, lowered, steps_text, value_text
-from peakcast.printing.wrapping import WIDTH, wrapped
+from peakcast.printing.wrapping import LINE_WIDTH, wrapped
 
 NUM_TENSORS = 12
 NUM_RANKS_SHOWN = 8
-INSIDE = WIDTH - 6
+INSIDE = LINE_WIDTH - 6
 """The width of text inside a section, which is indented."""
 
 
@@ -70,13 +70,13 @@ def _section(title: str, lines: Iterable[str]) -> str:
 
 def _modules(title: str, rows: Sequence[ModuleRow], every: bool) -> str:
     """One line per module, or per sequence of equal layers; the totals are the largest sum of each column in the step."""
-    names = [*COLUMNS, "at peak"]
+    names = [*LAYER_COLUMNS, "at peak"]
     lines = [f"  {'':<20}{'parameters':>16}" + "".join(f"{_heading(name):>10}" for name in names)]
     for name, count, row in _runs(rows, every):
         title_ = f"{name} (each)" if count > 1 else name
         lines.append(f"  {title_:<20}{row.num_parameters:>16,}" + _cells(row, 1))
-    total = {name: sum(getattr(row, name) for row in rows) for name in ("num_parameters", *COLUMNS, "at_peak")}
-    sums = "".join(f"{total[name] / GIB:>10.3f}" for name in (*COLUMNS, "at_peak"))
+    total = {name: sum(getattr(row, name) for row in rows) for name in ("num_parameters", *LAYER_COLUMNS, "at_peak")}
+    sums = "".join(f"{total[name] / GIB:>10.3f}" for name in (*LAYER_COLUMNS, "at_peak"))
     lines.append(f"  {'sum over all':<20}{total['num_parameters']:>16,}{sums}")
     lines.append("  Each column shows its own maximum over the step; the last shows what is alive at the peak.")
     return _section(title, lines)
@@ -87,7 +87,7 @@ def _heading(column: str) -> str:
 
 
 def _cells(row: ModuleRow, count: int) -> str:
-    return "".join(f"{getattr(row, name) * count / GIB:>10.3f}" for name in (*COLUMNS, "at_peak"))
+    return "".join(f"{getattr(row, name) * count / GIB:>10.3f}" for name in (*LAYER_COLUMNS, "at_peak"))
 
 
 def _runs(rows: Sequence[ModuleRow], every: bool) -> list[tuple[str, int, ModuleRow]]:

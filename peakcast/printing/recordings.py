@@ -10,7 +10,7 @@ from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.doors.replaying import NotReplayed, Replayed
 from peakcast.explaining.recording_comparison import UNKNOWN_PHASE, Moment, RecordingComparison, SizeRow
 from peakcast.models.allocator.history_replay import HistoryReplay
-from peakcast.printing.wrapping import WIDTH
+from peakcast.printing.wrapping import LINE_WIDTH
 from peakcast.timelines.timeline import Phase
 
 NUM_ROWS = 10
@@ -55,7 +55,7 @@ def comparison_text(found: RecordingComparison) -> str:
         "missing: predicted, not recorded; surplus: tensors that nobody predicted; no tensor: taken by kernels and "
         "libraries; unsplit: rests of blocks."
     )
-    lines += textwrap.wrap(note, WIDTH - 4, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    lines += textwrap.wrap(note, LINE_WIDTH - 4, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join([*lines, "", *_sizes(found.peak)])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from peakcast.answers.labels import (
-    METHODS,
+    METHOD_LABELS,
     RESTS_ON,
     category_name,
     peak_part,
@@ -79,7 +79,7 @@ def _verdict(p: Prediction) -> str:
 def asked(job: TrainingJob) -> str:
     """The job in one line, so that users see for what the answer holds and what was assumed."""
     method = job.finetuning.method
-    what = "inference" if job.task == "inference" else METHODS.get(method, f"adapters ({method})")
+    what = "inference" if job.task == "inference" else METHOD_LABELS.get(method, f"adapters ({method})")
     if job.finetuning.frozen:
         what += f" ({', '.join(job.finetuning.frozen)} frozen)"
     ranks = job.parallelism.world_size

@@ -8,7 +8,7 @@ from typing import Any
 from peakcast.answers.advised import Advice
 from peakcast.core.units import GIB
 from peakcast.doors.job_flags import FLAGS
-from peakcast.printing.wrapping import WIDTH
+from peakcast.printing.wrapping import LINE_WIDTH
 
 
 def steps_text(steps: Sequence[Advice]) -> str:
@@ -18,7 +18,7 @@ def steps_text(steps: Sequence[Advice]) -> str:
         other = "" if item.same_training else " (changes results)"
         what = f"{lowered(item)}: {item.sentence}{other}"
         flags = flags_text(item.changes)
-        lines += [f"  {what}; {flags}"] if len(what) + len(flags) < WIDTH - 4 else [f"  {what}", f"      {flags}"]
+        lines += [f"  {what}; {flags}"] if len(what) + len(flags) < LINE_WIDTH - 4 else [f"  {what}", f"      {flags}"]
     return "\n".join(lines)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
-WIDTH = 100
+LINE_WIDTH = 100
 
 
-def wrapped(text: str, width: int = WIDTH) -> str:
+def wrapped(text: str, width: int = LINE_WIDTH) -> str:
     """`text` in lines of at most `width` letters; words, such as flags and paths, are never broken."""
     return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -1,8 +1,8 @@
 """The search: visits candidates in the order of their costs, and predicts only those that may become plans.
 
 The costs of a plan other than memory need no timeline, so candidates are visited in the order of these costs
-(`walk.in_order`). A candidate is predicted if its peak is so low that the prediction may say "surely fits". The search ends
-when enough plans surely fit. The answer is the same as if all candidates were predicted.
+(`cheapest_first.in_order`). A candidate is predicted if its peak is so low that the prediction may say "surely fits". The
+search ends when enough plans surely fit. The answer is the same as if all candidates were predicted.
 """
 
 from __future__ import annotations

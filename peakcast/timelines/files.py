@@ -17,13 +17,14 @@ import numpy as np
 
 from peakcast.core.bounded import file_bytes
 from peakcast.core.errors import RecordError
+from peakcast.core.units import MIB
 from peakcast.jobs.spec import canonical_json
 from peakcast.timelines.timeline import Timeline
 
 STEPS = ("first", "steady")
-MAX_PACKED_BYTES = 4 * 2**20
+MAX_PACKED_BYTES = 4 * MIB
 """A run with larger timelines is stored without them. A step of a network with seven billion parameters takes 0.1 MB."""
-MAX_UNPACKED_BYTES = 256 * 2**20
+MAX_UNPACKED_BYTES = 256 * MIB
 """No more than this is unpacked: a small file can be made so that it expands without end."""
 COLUMNS: dict[str, Any] = {
     "categories": np.int8,

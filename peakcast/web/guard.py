@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-MOST_BODY_BYTES = 2 * 2**20
+from peakcast.core.units import MIB
+
+MOST_BODY_BYTES = 2 * MIB
 """Largest body of a request: a pasted configuration and its knobs take a tenth of that."""
 POSTED_TO = ("/gradio_api/queue/join", "/gradio_api/call/ask", "/gradio_api/reset", "/gradio_api/cancel")
 """The only addresses that accept POST (Gradio 6 routes.py). Uploads are not among them: the page needs no files."""

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from peakcast.answers.explanation import COLUMNS
+from peakcast.answers.explanation import LAYER_COLUMNS
 from peakcast.answers.labels import (
     SHORT_VERDICTS,
     category_name,
@@ -97,8 +97,8 @@ def timeline_html(found: Answered) -> str:
 def layers_html(found: Answered) -> str:
     """The per-layer table."""
     rows = found.explanation.modules
-    total = {name: sum(getattr(row, name) for row in rows) for name in ("num_parameters", *COLUMNS, "at_peak")}
-    return _render("layers.html.j2", rows=rows, columns=[*COLUMNS, "at_peak"], total=total)
+    total = {name: sum(getattr(row, name) for row in rows) for name in ("num_parameters", *LAYER_COLUMNS, "at_peak")}
+    return _render("layers.html.j2", rows=rows, columns=[*LAYER_COLUMNS, "at_peak"], total=total)
 
 
 def communication_html(found: Answered) -> str:

@@ -7,7 +7,7 @@ import pytest
 from peakcast.collectors.measure import worker
 from peakcast.collectors.measure.grid import expand
 from peakcast.core.errors import CollectorError
-from peakcast.jobs.lengths import NUM_STEPS, longest_step, steps
+from peakcast.jobs.lengths import CHANGING_STEPS, longest_step, steps
 from peakcast.jobs.spec import job_to_mapping
 
 TINY = {
@@ -37,9 +37,9 @@ def test_each_micro_batch_has_its_own_lengths_and_the_row_says_which(stand_in, m
     ((row, _),) = worker.run({"job": job_to_mapping(asked), "gpu": None})
     assert (row.outcome, row.spoiled, row.job.batch) == ("ok", (), asked.batch)
     said = row.environment["readings"]["lengths"]
-    assert [len(step) for step in said] == [2] * NUM_STEPS
+    assert [len(step) for step in said] == [2] * CHANGING_STEPS
     assert said[longest_step(asked)] == [[32, 96], [32, 96]]
-    assert len({tuple(part) for step in said for part in step}) > NUM_STEPS
+    assert len({tuple(part) for step in said for part in step}) > CHANGING_STEPS
     for (longest, tokens), (shape, mask, positions) in zip(itertools.chain.from_iterable(said), calls, strict=True):
         assert shape == ((1, tokens) if form == "padding_free" else (3, longest))
         if form == "masked":  # of a full one the last token is left out: a mask of ones would be none
@@ -66,7 +66,7 @@ def test_phases_of_the_row_are_the_worst_of_all_steps_but_the_first(stand_in, mo
 def test_ranks_draw_lengths_of_their_own_and_a_seed_gives_the_same_again():
     def lengths(seed, rank):
         asked = job("masked", batch={"form": "masked", "shortest_sequence": 4, "seed": seed})
-        return [part.num_tokens for (part,) in itertools.islice(steps(asked, rank), NUM_STEPS)]
+        return [part.num_tokens for (part,) in itertools.islice(steps(asked, rank), CHANGING_STEPS)]
 
     assert lengths(1, 0) == lengths(1, 0)
     assert lengths(1, 0) != lengths(1, 1)

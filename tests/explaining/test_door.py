@@ -12,7 +12,7 @@ import pytest
 
 import peakcast
 from peakcast import api
-from peakcast.answers.explanation import COLUMNS
+from peakcast.answers.explanation import LAYER_COLUMNS
 from peakcast.catalog.kernel_workspaces import CUBLAS_BYTES
 from peakcast.collectors.tracing import module
 from peakcast.commands import cli
@@ -74,7 +74,7 @@ def test_the_sums_printed_are_the_ledgers(run: Run) -> None:
     (line,) = [line for line in out.splitlines() if line.startswith("  sum over all")]
     timeline = ledger(translation_of({"architecture": "llama-3.2-1b", "sequence_length": 512}).job)
     assert line.split()[-1] == f"{timeline.peak().num_bytes / 2**30:.3f}"
-    assert len(line.split()) == 4 + len(COLUMNS) + 1
+    assert len(line.split()) == 4 + len(LAYER_COLUMNS) + 1
 
 
 def test_picture_and_snapshot_are_written_and_named(run: Run, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 
-from peakcast.answers.explanation import COLUMNS, ModuleRow
+from peakcast.answers.explanation import LAYER_COLUMNS, ModuleRow
 from peakcast.doors.questions import translation_of
 from peakcast.explaining.layer_table import module_rows
 from peakcast.explaining.rank_parameters import parameter_rows
@@ -24,7 +24,7 @@ def table(job: TrainingJob, rank: int = 0) -> tuple[Timeline, dict[str, ModuleRo
 
 
 def test_every_category_is_in_exactly_one_column() -> None:
-    assert sorted(category for categories in COLUMNS.values() for category in categories) == list(Category)
+    assert sorted(category for categories in LAYER_COLUMNS.values() for category in categories) == list(Category)
 
 
 @pytest.mark.parametrize(("name", "rank"), RANKS)
@@ -36,12 +36,12 @@ def test_the_last_column_adds_up_to_the_peak(jobs: dict[str, TrainingJob], name:
 @pytest.mark.parametrize(("name", "rank"), RANKS)
 def test_a_column_adds_up_to_the_most_that_its_categories_take(jobs: dict[str, TrainingJob], name: str, rank: int) -> None:
     timeline, rows = table(jobs[name], rank)
-    most = dict.fromkeys(COLUMNS, 0)
+    most = dict.fromkeys(LAYER_COLUMNS, 0)
     for instant in range(len(timeline.phases)):
         parts = timeline.composition(instant)
-        for column, categories in COLUMNS.items():
+        for column, categories in LAYER_COLUMNS.items():
             most[column] = max(most[column], sum(parts.get(category, 0) for category in categories))
-    assert {column: sum(getattr(row, column) for row in rows.values()) for column in COLUMNS} == most
+    assert {column: sum(getattr(row, column) for row in rows.values()) for column in LAYER_COLUMNS} == most
 
 
 def test_one_layer_of_llama_by_hand(jobs: dict[str, TrainingJob]) -> None:

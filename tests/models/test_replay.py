@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -199,25 +197,3 @@ def test_equal_tensors_continue_one_by_one_then_those_of_equal_size_and_the_rest
     assert set(exact) == {0, 1, 2}  # nothing had the size of the larger one
     assert exact[2] in (1, 3)
     assert set(left.tolist()) == {1, 3, 4} - {exact[2]}
-
-
-def test_twenty_thousand_events_take_tens_of_milliseconds():
-    random = np.random.default_rng(0)
-    born = np.sort(random.integers(0, 5000, 10_000))
-    timeline = Timeline(
-        names=["tensor"] * 10_000,
-        modules=[""] * 10_000,
-        categories=np.zeros(10_000, dtype=np.int8),
-        num_bytes=random.choice(np.array([512, 16 * 1024, MIB, 3 * MIB, 33 * MIB]), 10_000),
-        born=born,
-        dies=born + random.integers(1, 400, 10_000),
-        phases=np.ones(5400, dtype=np.int8),
-    )
-    best = min(_seconds(timeline) for _ in range(3))
-    assert best < 0.25  # some 20 ms on an idle core; the margin is for busy ones
-
-
-def _seconds(timeline: Timeline) -> float:
-    start = time.perf_counter()
-    assert replay(timeline).num_events == 20_000
-    return time.perf_counter() - start

@@ -2,8 +2,8 @@
 
 Each operand of a product is converted with a scale for which all of it is read first, so a conversion is a kernel after the
 one that computes the operand. What is computed element by element (a norm's result, silu·up, their gradients) is computed
-again by whoever measures or converts it, and has no buffer: forward keeps only what it is computed from. Backward converts
-weights again, and inputs and gradients in the other layout too, with one scale for both.
+again by each kernel that measures or converts it, and has no buffer: forward keeps only what it is computed from. Backward
+converts weights again, and inputs and gradients in the other layout too, with one scale for both.
 
 Source: torchao 0.18 float8/float8_linear.py matmul_with_hp_or_float8_args; graphs that torch 2.13 lowers for it
 (`TORCH_LOGS=output_code`).

@@ -1,7 +1,7 @@
 """The operations of a decoder layer's forward in a graph that torch.compile compiles, from which its buffers follow.
 
 Between matrix products, everything elementwise is one kernel, and only its results are buffers. Names are those of one
-layer; `compiled_ops.named` puts them into a network's graph.
+layer; `ops.prefixed` puts them into a network's graph.
 
 Source: graphs that torch 2.13 lowers for transformers' Llama, Mistral, Qwen2, Qwen3 and Gemma (`TORCH_LOGS=output_code`).
 """

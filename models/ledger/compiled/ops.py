@@ -8,10 +8,13 @@ from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 
 INPUT, OUTPUT = "hidden_states", "output"
+"""The buffers that a layer reads and makes."""
 MASK, SEEDS, NARROWED = "attention_mask", "seeds", f"{OUTPUT_GRADIENT}.narrow"
+"""The attention mask; the seeds of dropout; the output's gradient as matrix products read it, if they are narrower."""
 OF_OUTPUT_GRADIENT = (OUTPUT_GRADIENT, NARROWED, f"{OUTPUT_GRADIENT}.wide", f"{OUTPUT_GRADIENT}.copy")
+"""The gradient of a layer's output and its copies. In a network they are those of the next layer's input."""
 PRODUCTS = ("qkv", "q", "k", "v", "o", "gate_up", "gate", "up", "down")
-
+"""The matrix products of a layer."""
 
 Names = tuple[str, ...]
 """Names of buffers or operations."""
@@ -32,7 +35,7 @@ def op(
     dtype: str = "",
 ) -> Op:
     """An operation. By default it writes one buffer of `size` bytes, which has its name. A single name may be given
-    without a tuple. `wide`: whether all its results are wide, or which of them."""
+    without a tuple. `wide`: whether all its results are wide, or which of them. Other arguments are as in `Op`."""
     made = writes or {name: size}
     return Op(
         name=name,

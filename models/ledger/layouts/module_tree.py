@@ -1,7 +1,7 @@
 """Where in a network a tensor or an operation belongs: blocks and their kinds, and the modules inside them as paths.
 
-Names are read here and nowhere else in the layouts: a tensor's name and an operation's label both begin with the path of
-their module ("self_attn.q_proj.weight", "self_attn.q_proj.lora.add").
+A tensor's name and an operation's label both begin with the path of their module ("self_attn.q_proj.weight",
+"self_attn.q_proj.lora.add"). Layouts ask here what a name says.
 """
 
 from __future__ import annotations

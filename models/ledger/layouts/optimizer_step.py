@@ -20,7 +20,8 @@ from peakcast.models.ledger.tape.step import Step
 from peakcast.models.ledger.tape.update_in_backward import ParameterKey, ParameterOptimizer, UpdateInBackward
 from peakcast.timelines.timeline import Category, Phase
 
-LM_HEAD, TOKEN_TABLE = ParameterKey("head", "lm_head.weight"), ParameterKey("embedding", "embed_tokens.weight")
+LM_HEAD_WEIGHT = ParameterKey("head", "lm_head.weight")
+TOKEN_TABLE_WEIGHT = ParameterKey("embedding", "embed_tokens.weight")
 SCALAR_BYTES = FP32
 """One number, which the allocator rounds to 512 bytes. clip_grad_norm_ makes one per gradient and no larger tensor."""
 
@@ -63,7 +64,7 @@ def hand_updates(job: TrainingJob, layout: Layout, step: str) -> None:
 
 def _updates(job: TrainingJob, rule: OptimizerRule, trained: Sequence[TrainedTensor], options: Options) -> UpdateInBackward:
     """What each update during backward allocates."""
-    tied = {LM_HEAD: TOKEN_TABLE} if job.architecture.tie_word_embeddings else {}
+    tied = {LM_HEAD_WEIGHT: TOKEN_TABLE_WEIGHT} if job.architecture.tie_word_embeddings else {}
     if rule.updates_in_backward == "one_behind":
         width = trained[0].element_bytes
         return UpdateInBackward(rule.update_fp32_copies(width) * FP32 // width, tied)

@@ -222,10 +222,10 @@ class Zero12(Partitions):
         return free
 
     def _free_outside(self, step: Step, one: Arrival, now: int, dies: int) -> int:
-        """Free a gradient that has waited outside the bucket. Until backward ends stay, under stage 1 with `overlap_comm`,
-        those that other ranks update, and with the optimizer on the host those of this rank in a micro-batch that is not
-        the last: they are added up on the host, and only the last is taken from its parameter (`copy_grads_in_partition`).
-        Returns the bytes that are free at once."""
+        """Free a gradient that has waited outside the bucket. Two kinds stay until backward ends: under stage 1 with
+        `overlap_comm`, those that other ranks update; with the optimizer on the host, those of this rank in all
+        micro-batches but the last, because they are added up on the host and only the last one's is removed from its
+        parameter (`copy_grads_in_partition`). Returns the bytes that are free at once."""
         size, born, module = one.tensor.numel * self.element_bytes, min(one.born + 1, now), one.tensor.module
         mine = self.division.is_mine(one.tensor)
         if (self.offloads and not self._last) if mine else self._overlaps:

@@ -164,7 +164,7 @@ class _TurnFinder:
             self._add(at, Function(self._name(module)))
 
     def _run_owner(self, index: int, module: ModulePath) -> None:
-        """Note a module with weights, or that it goes on."""
+        """Note that a module with weights begins or, if its operation follows another of its own, that it has not ended."""
         if module == self.owner and module in self.entered:
             self.found[-1] = self.found[-1]._replace(ends=index + 1)
             return
@@ -217,9 +217,9 @@ def _linear(module: ModulePath) -> ModulePath:
 
 
 def with_recomputation_inside(turns: Sequence[ModuleTurn], again: Sequence[ModuleTurn], asks: int) -> list[ModuleTurn]:
-    """The turns of a backward in which a recomputation runs. It starts when an operation, at instant `asks`, first reads a
-    saved tensor: an operation of the first module with weights, which is done when that operation is, or a dropout before
-    it, which is done first. `again`: the turns of the recomputation."""
+    """The turns of a backward in which a recomputation runs: it starts at the instant `asks`, when an operation first reads
+    a saved tensor. That operation is either of the first module with weights, whose turn then ends after the recomputation,
+    or a dropout before that module, whose turn ends first. `again`: the turns of the recomputation."""
     begun = again[0].begins
     blocks = [turn for turn in turns[:1] if isinstance(turn.module, BlockModule)]
     inside = turns[len(blocks) :]

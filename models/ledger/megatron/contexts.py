@@ -35,7 +35,7 @@ ADAPTABLE = (
     *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
 )
 """The projections that "all-linear" means in ms-swift: also those of latent attention."""
-PARTS = frozenset({"mamba", "attention", "mlp", "moe"})
+HYBRID_PARTS = frozenset({"mamba", "attention", "mlp", "moe"})
 """What a layer of a hybrid network may consist of."""
 FUSED_SOFTMAX_LONGEST = {True: 16384, False: 4096}
 """The longest keys for the fused softmax, by whether it is Transformer Engine's: its `softmax.py`, megatron-core
@@ -294,10 +294,10 @@ def mamba_context(job: TrainingJob) -> MambaContext:
 
 
 def part_context(context: MegatronContext, part: str) -> MegatronContext:
-    """The context of a hybrid's layer that consists of `part`, one of `PARTS`; for any other `part`, the whole layer's."""
+    """The context of a hybrid's layer that consists of `part`, one of `HYBRID_PARTS`; for any other, the whole layer's."""
     if part == "moe":
         return replace(context, part="mlp")
-    if part not in PARTS:
+    if part not in HYBRID_PARTS:
         return context
     return replace(context, part=part, experts=None)  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from functools import lru_cache
 
 from peakcast.catalog import Device
-from peakcast.core.units import FP32
+from peakcast.core.units import FP32, KIB, MIB
 from peakcast.models.ledger.megatron.buffers import shares_gradient_buffer
 from peakcast.models.ledger.megatron.first_runs import FirstRuns
 from peakcast.models.ledger.megatron.fp8_parameters import MXFP8_BLOCK, is_fp8_parameter, reads_either_layout
@@ -185,4 +185,4 @@ def transformer_engine_workspace_bytes(device: Device) -> int:
 
     Source: Transformer Engine 2.8 `pytorch/module/base.py`, `get_cublas_workspace_size_bytes`.
     """
-    return 32 * 2**20 + 1024 if device.compute_capability[0] >= 9 else 4 * 2**20
+    return 32 * MIB + KIB if device.compute_capability[0] >= 9 else 4 * MIB

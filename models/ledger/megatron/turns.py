@@ -9,7 +9,7 @@ from itertools import product
 
 from peakcast.models.ledger.layouts.module_tree import layer_index
 from peakcast.models.ledger.layouts.pipeline import Chunk, Turn, representative_micro_batches, schedule
-from peakcast.models.ledger.megatron.blocks.layer import ENCODER_STATES
+from peakcast.models.ledger.megatron.blocks.layer import ENCODER_HIDDEN_STATES
 from peakcast.models.ledger.megatron.blocks.primitives import dropout_mask_bytes
 from peakcast.models.ledger.megatron.buffers import owned_parameters
 from peakcast.models.ledger.megatron.first_runs import FirstRuns
@@ -330,7 +330,7 @@ class Turns:
         if end is None:  # it is recomputed, or on another stage; both are out of scope
             return
         made, read = runs[end], runs[end + 2 : -1]  # the decoder's embedding is between them, the head comes after
-        first, last = (layer.template.borrowed[ENCODER_STATES] for layer in (read[0], read[-1]))
+        first, last = (layer.template.borrowed[ENCODER_HIDDEN_STATES] for layer in (read[0], read[-1]))
         assert last.gradient_from is not None
         assert made.backward_start is not None
         size, hold = self.share.context.stream_bytes, self.step.hold
@@ -339,9 +339,9 @@ class Turns:
             kept = read[-1].forward_start + read[-1].template.num_forward
         else:
             kept = (read[0].backward_start or 0) + first.kept_until
-        hold(ENCODER_STATES, Category.ACTIVATIONS, size, born, kept, "encoder")
+        hold(ENCODER_HIDDEN_STATES, Category.ACTIVATIONS, size, born, kept, "encoder")
         gradient = (read[-1].backward_start or 0) + last.gradient_from
-        hold(f"{ENCODER_STATES}.grad", Category.TEMPORARIES, size, gradient, made.backward_start, "encoder")
+        hold(f"{ENCODER_HIDDEN_STATES}.grad", Category.TEMPORARIES, size, gradient, made.backward_start, "encoder")
 
     def _defer_output_layer(self) -> None:
         """`--defer-embedding-wgrad-compute`: note which micro-batches' output-layer gradients wait for the end: the first

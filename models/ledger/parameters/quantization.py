@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from peakcast.core.units import FP32
 from peakcast.jobs.spec import Finetuning
 
 NF4_BLOCK = 64
@@ -17,8 +18,8 @@ PARAMETERS = frozenset({"weight", "qweight", "qzeros"})
 fms-acceleration makes parameters of qweight and qzeros (`framework_plugin_autogptq.py`, PATCH_FOR_FSDP_TRITON_V2). What
 published runs of Mistral-7B hold after a step on two GPUs confirms both to 0.1 MB."""
 
-EXLLAMA_ROWS, EXLLAMA_BATCHES, FP32 = 2048, 8, 4
-"""Tokens and sequences for which exllama v2 allocates room unless it is told otherwise; bytes of a float."""
+EXLLAMA_ROWS, EXLLAMA_BATCHES = 2048, 8
+"""Tokens and sequences for which exllama v2 allocates room unless it is told otherwise."""
 
 
 def scratch_bytes(kernel: str, shapes: Iterable[tuple[int, ...]]) -> int:

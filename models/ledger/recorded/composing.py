@@ -19,7 +19,7 @@ from peakcast.models.ledger.layouts.optimizer_step import hand_updates, place_op
 from peakcast.models.ledger.recorded.outside_layers import ends_of
 from peakcast.models.ledger.recorded.parameters import recorded_parameters, with_recorded_network
 from peakcast.models.ledger.recorded.zero3_modules import RecordedModules
-from peakcast.models.ledger.tape.columns import WIDTH, RecordedColumns
+from peakcast.models.ledger.tape import columns as step_columns
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
@@ -27,7 +27,7 @@ from peakcast.models.ledger.tape.workspaces import training_workspaces
 from peakcast.models.recipes.depth import Deep, place_of
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.regime import point_of
-from peakcast.models.recipes.walk import BORN, BORN_STRETCH, DIES, DIES_STRETCH, HANDED_ON, PLACE, Ints, Visit
+from peakcast.models.recipes.walk import BORN_AT, BORN_STRETCH, DIES_AT, DIES_STRETCH, HANDED_ON_AT, PLACE, Ints, Visit
 from peakcast.timelines.places import block_name
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
@@ -101,7 +101,7 @@ class _Network:
         before, after = lives[BORN_STRETCH] < 0, lives[DIES_STRETCH] < 0
         stays, leaves = crosses & before & after, crosses & before & ~after
         if first_step:  # what an earlier step made does not exist
-            stays, leaves = stays & (lives[BORN] == 0), leaves & (lives[BORN] == 0)
+            stays, leaves = stays & (lives[BORN_AT] == 0), leaves & (lives[BORN_AT] == 0)
         starts = self._starts()
         self._hold(timeline, np.flatnonzero(stays | leaves), starts[0])
         leaving, left = self._left_over(
@@ -109,7 +109,8 @@ class _Network:
         )
         for micro_batch, own in enumerate(starts):
             if micro_batch:
-                self._hold(timeline, leaving, own, starts[micro_batch - 1][lives[BORN_STRETCH, left]] + lives[BORN, left])
+                born = starts[micro_batch - 1][lives[BORN_STRETCH, left]] + lives[BORN_AT, left]
+                self._hold(timeline, leaving, own, born)
             ends = ~after if micro_batch < len(starts) - 1 else True
             self._hold(timeline, np.flatnonzero(crosses & ~before & ends), own)
 
@@ -134,13 +135,15 @@ class _Network:
         not make itself exist since `born`."""
         lives, entries = self.deep.lives, self.deep.entries[which]
         born_in, dies_in = lives[BORN_STRETCH, which], lives[DIES_STRETCH, which]
-        columns = np.zeros((WIDTH, len(which)), dtype=np.int64)
-        columns[0] = Texts.of(self.walk.names).numbers[entries]
-        columns[1] = Texts.of(self.names).numbers[lives[PLACE, which]]
-        columns[2], columns[3] = self.walk.categories[entries], self.num_bytes[entries]
-        columns[4] = np.where(born_in < 0, born, starts[born_in] + lives[BORN, which])
-        columns[5] = np.where(dies_in < 0, FOREVER, starts[dies_in] + lives[DIES, which])
-        timeline.run_again(RecordedColumns(columns[:, columns[3] > 0]))
+        num_bytes = self.num_bytes[entries]
+        columns = np.zeros((step_columns.WIDTH, len(which)), dtype=np.int64)
+        columns[step_columns.NAME] = Texts.of(self.walk.names).numbers[entries]
+        columns[step_columns.MODULE] = Texts.of(self.names).numbers[lives[PLACE, which]]
+        columns[step_columns.CATEGORY] = self.walk.categories[entries]
+        columns[step_columns.NUM_BYTES] = num_bytes
+        columns[step_columns.BORN] = np.where(born_in < 0, born, starts[born_in] + lives[BORN_AT, which])
+        columns[step_columns.DIES] = np.where(dies_in < 0, FOREVER, starts[dies_in] + lives[DIES_AT, which])
+        timeline.run_again(step_columns.RecordedColumns(columns[:, num_bytes > 0]))
 
     def _starts(self) -> list[Ints]:
         """For each micro-batch, the first instant of each stretch."""
@@ -166,7 +169,7 @@ class _Network:
         born = walk.lives[BORN_STRETCH]
         own = np.flatnonzero(self._local() & ((born == forward) | (born == backward)))
         lives, gradients, names = walk.lives[:, own], walk.gradients[own], [walk.names[i] for i in own]
-        dies = np.where(gradients, np.maximum(lives[BORN] + 1, lives[HANDED_ON]), lives[DIES])
+        dies = np.where(gradients, np.maximum(lives[BORN_AT] + 1, lives[HANDED_ON_AT]), lives[DIES_AT])
         made = {name.removesuffix(".weight.grad"): at - 1 for name, at in zip(names, dies, strict=True)}
         phases = walk.phases[forward]
         loss = phases.find(int(Phase.LOSS))
@@ -174,7 +177,7 @@ class _Network:
             names=names,
             categories=walk.categories[own].astype(np.int8),
             num_bytes=self.num_bytes[own],
-            born=lives[BORN],
+            born=lives[BORN_AT],
             dies=dies,
             born_backward=lives[BORN_STRETCH] == backward,
             dies_backward=(lives[DIES_STRETCH] == backward) | gradients,
@@ -201,7 +204,7 @@ class _Network:
 
     def _allocated_bytes(self, stretch: int) -> Ints:
         """Bytes that each operation of a stretch allocates."""
-        born = self.walk.lives[:, self.walk.lives[BORN_STRETCH] == stretch][BORN]
+        born = self.walk.lives[:, self.walk.lives[BORN_STRETCH] == stretch][BORN_AT]
         made = self.num_bytes[self.walk.lives[BORN_STRETCH] == stretch]
         return np.bincount(born, made, len(self.walk.phases[stretch])).astype(np.int64)
 

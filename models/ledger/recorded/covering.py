@@ -60,8 +60,8 @@ def lacked_kernels(job: TrainingJob) -> tuple[Finding, ...]:
 
 
 def without_kernels(replaced: Iterable[tuple[str, str]]) -> tuple[Finding, ...]:
-    """Kernels that a GPU's environment is likely to have, and that of the recording had not. `replaced`: each function that
-    ran as transformers' own code, and its package."""
+    """The finding that kernels were missing where the network was recorded, though a GPU's environment is likely to have
+    them. `replaced`: each function that ran as transformers' own code instead, and the package of its kernel."""
     if not (replaced := tuple(replaced)):
         return ()
     functions, packages = (dict.fromkeys(names) for names in zip(*replaced, strict=True))
@@ -76,8 +76,8 @@ def without_kernels(replaced: Iterable[tuple[str, str]]) -> tuple[Finding, ...]:
 
 
 def with_other_kernels(job: TrainingJob) -> tuple[Finding, ...]:
-    """The finding that a stack runs kernels of a package which neither a recording nor a trace runs; Liger's they do. None
-    where a run of the user's own program was recorded, or a network of the job's library as that runs it."""
+    """The finding that the job's stack runs kernels that recordings and traces replace by the library's own code; they do
+    run Liger's. None if the recipe is of the user's own program, or of a network that the job's library has of its own."""
     if lent() is not None or own_network(job) is not None:
         return ()
     chosen = conventions(job)
@@ -95,7 +95,7 @@ def with_other_kernels(job: TrainingJob) -> tuple[Finding, ...]:
 
 
 def _otherwise_placed(job: TrainingJob) -> tuple[Finding, ...]:
-    """Findings for what this job does otherwise than the recorded one: images, releases, layout."""
+    """Findings about how this job differs from the recorded one: images, releases, layout."""
     if sees_images(job.architecture) and not job.images.per_sequence:
         sentence = (
             f"{job.architecture.name!r} also sees images, and none are counted: its vision tower's weights are there, "
@@ -169,8 +169,8 @@ def gathered_otherwise(job: TrainingJob, recipe: Recipe) -> tuple[Finding, ...]:
 
 
 def _kept_wider(recipe: Recipe) -> str:
-    """A weight that trains in a wider dtype than others of its layer; "" if there is none."""
-    trained = [(module, name, size) for module, name, _, size, trains in recipe.walk.parameters if trains]
+    """The name of a weight that trains in a wider dtype than another one of its layer; "" if there is none."""
+    trained = [(one.module, one.name, one.element_bytes) for one in recipe.walk.parameters if one.trains]
     least: dict[str, int] = {}
     for module, _, size in trained:
         least[module] = min(size, least.get(module, size))

@@ -10,6 +10,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.recipes.recipe import Recipe
+from peakcast.models.recipes.walk import WalkedParameter
 from peakcast.timelines.places import block_name
 
 
@@ -22,9 +23,9 @@ def with_recorded_network(job: TrainingJob, recipe: Recipe) -> TrainingJob:
 
 def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor, ...]:
     """Every tensor of the network as a rank stores it, in the order of the modules."""
-    found: dict[str, list[tuple[str, tuple[int, ...], int, bool]]] = {}
-    for module, name, shape, size, trains in recipe.walk.parameters:
-        found.setdefault(module, []).append((name, shape, size, trains))
+    found: dict[str, list[WalkedParameter]] = {}
+    for weight in recipe.walk.parameters:
+        found.setdefault(weight.module, []).append(weight)
     deep = recipe.deep()
     before, after = recipe.walk.num_places, deep.num_places
     order = [(block_name(place, after), block_name(source, before)) for place, source in enumerate(deep.sources.tolist())]
@@ -33,7 +34,7 @@ def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor,
     adapters = int(DTYPE_BYTES[adapter_dtype(job)])
     tensors = []
     for module, source in order:
-        for name, shape, size, trains in found.get(source, []):
+        for _, name, shape, size, trains in found.get(source, []):
             own = stored if size == used else size  # what the library keeps in fp32 stays in fp32
             if ".lora_" in name:
                 own = adapters

@@ -6,7 +6,7 @@ does or what a library knows of it (`trait`; `catalog/families/`).
 
 from __future__ import annotations
 
-from peakcast.core.versions import OWN_NETWORKS, compare, release
+from peakcast.core.versions import OWN_NETWORK_STACKS, compare, release
 from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.conventions import (
     adapter_dtype,
@@ -225,7 +225,9 @@ liger = option("liger_kernels")
 unsloth = Fact(lambda job: "unsloth" in job.versions, "Unsloth")
 litgpt = Fact(lambda job: "litgpt" in job.versions and "lightning_thunder" not in job.versions, "LitGPT's own programs")
 torchtune = Fact(lambda job: "torchtune" in job.versions, "torchtune")
-own_networks = Fact(lambda job: any(stack in job.versions for stack in OWN_NETWORKS), "a library with networks of its own")
+own_networks = Fact(
+    lambda job: any(stack in job.versions for stack in OWN_NETWORK_STACKS), "a library with networks of its own"
+)
 builds_own_network = Fact(lambda job: own_network(job) is not None, "a network of its library's own that is built here")
 trains_other_parts = Fact(trains_others, "trained parts that a recipe answers")
 fused_lora = option("lora_kernel") & ~option("lora_kernel", "eager") & adapts

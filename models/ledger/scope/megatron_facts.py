@@ -8,7 +8,7 @@ from peakcast.core.units import format_gib
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.blocks.context import ContextExchange
-from peakcast.models.ledger.megatron.contexts import ADAPTABLE, PARTS
+from peakcast.models.ledger.megatron.contexts import ADAPTABLE, HYBRID_PARTS
 from peakcast.models.ledger.scope.fact import Fact, fact, option
 from peakcast.models.ledger.scope.facts import experts, optimizer
 from peakcast.models.ledger.scope.words import WORDS
@@ -39,7 +39,8 @@ graphs_from_the_start = ~graphs_of_own_layers & option("cuda_graph_warmup_steps"
 def known_hybrid(job: TrainingJob) -> bool:
     """A network of Mamba-2, attention and feed-forward layers."""
     mixer, parts = job.architecture.ssm, set(job.architecture.layer_types)
-    return job.architecture.kind == "hybrid" and mixer is not None and mixer.version == 2 and bool(parts) and parts <= PARTS
+    mamba_2 = job.architecture.kind == "hybrid" and mixer is not None and mixer.version == 2
+    return mamba_2 and bool(parts) and parts <= HYBRID_PARTS
 
 
 @fact

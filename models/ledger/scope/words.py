@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from peakcast.core.versions import OWN_NETWORKS
+from peakcast.core.versions import OWN_NETWORK_STACKS
 from peakcast.jobs.conventions import adapter_dtype, conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.jobs.trained_parts import copied_inside, ends_named
@@ -33,6 +33,6 @@ WORDS: dict[str, Callable[[TrainingJob], object]] = {
     "tensor_parallel_families": lambda job: ", ".join(families_where(lambda family: family.traces.tensor_parallel)),
     "families_of_leaves": lambda job: ", ".join(families_where(lambda family: family.libraries.deepspeed_leaf)),
     "stages_of_layers": lambda job: list(job.parallelism.pipeline_layers),
-    "own_library": lambda job: next(stack for stack in OWN_NETWORKS if stack in job.versions),
+    "own_library": lambda job: next(stack for stack in OWN_NETWORK_STACKS if stack in job.versions),
     "loss_kernel": lambda job: conventions(job).get("loss_kernel"),
 }

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from peakcast.core.texts import Texts
 from peakcast.models.allocator.rounding import MIN_BLOCK_BYTES
+from peakcast.timelines.timeline import Category
 
 NAME, MODULE, CATEGORY, NUM_BYTES, BORN, DIES, STREAM, REUSABLE = range(8)
 """The rows of an array of tensors, [8, num_tensors]; names and modules are the numbers of `Texts`; REUSABLE is 0 where a
 block is free as soon as its tensor is gone."""
 WIDTH = 8
+
+
+class OpenTensor(NamedTuple):
+    """A tensor that has not been freed yet."""
+
+    name: str
+    category: Category
+    num_bytes: int
+    born: int
+    module: str
+    stream: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Operations of a block that code outside the block looks up.
 
 A block marks them while it appends them to its tape (`Tape.marked`), and its template says at which instants they run
-(`Template.forward_marks`, `Template.backward_marks`). Names of operations are for people: nothing depends on them.
+(`Template.forward_marks`, `Template.backward_marks`). A mark says what an operation is, its name only where it is:
+it begins with the path of its module, which layouts (`layouts/module_tree.py`), offloading and CUDA graphs read.
 """
 
 from __future__ import annotations

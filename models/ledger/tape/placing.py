@@ -122,10 +122,10 @@ def _place(template: Template, runs: Sequence[BlockRun], born: Ints, dies: Ints)
         times += offsets
     without_graph = backward < 0
     keeping = np.array([run.keeps_gradients for run in runs], dtype=bool) & ~without_graph
-    for row, taken in enumerate([run.gradients_die for run in runs]):
-        if taken is not None:
+    for row, freed_at in enumerate([run.gradients_die for run in runs]):
+        if freed_at is not None:
             keeping[row] = False
-            dies[row, template.gradient_columns] = taken
+            dies[row, template.gradient_columns] = freed_at
     if without_graph.any():
         # under no_grad nothing is saved: a tensor dies after its last reader, and there is no backward to make any
         dies[without_graph] = forward[without_graph, None] + template.dies_without_graph

@@ -12,9 +12,9 @@ from peakcast.models.allocator.rounding import MIN_BLOCK_BYTES
 from peakcast.timelines.timeline import Timeline
 
 Ints = npt.NDArray[np.int64]
-PARTS = 64
+PARTS_OF_A_BYTE = 64
 """Coefficients are in fractions of a byte: a dropout mask has an eighth of a byte per element, and a layout divides it."""
-UNIT = MIN_BLOCK_BYTES * PARTS
+UNIT = MIN_BLOCK_BYTES * PARTS_OF_A_BYTE
 BOUND = 1.02
 """Factor by which a tensor that is not a polynomial may exceed its largest bytes per token at the corners."""
 POINTS_AT_ONCE = 128
@@ -26,8 +26,8 @@ EXPONENTS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))
 
 @dataclass(frozen=True, slots=True)
 class Polynomials:
-    """The bytes of every tensor as a polynomial. `coefficients` [num_terms, num_entries] are in 1/PARTS of a byte.
-    Lifetimes are those of `lives`. Tensors marked `odd` are not polynomials; they have at most `odd_rate` parts per
+    """The bytes of every tensor as a polynomial. `coefficients` [num_terms, num_entries]: in parts of a byte. Lifetimes
+    are those of `lives`. Tensors marked `odd` are not polynomials; they have at most `odd_rate` parts per
     token."""
 
     lives: Timeline
@@ -46,7 +46,7 @@ class Polynomials:
         exponents = EXPONENTS if len(samples) == len(EXPONENTS) else EXPONENTS[:2]
         powers = _powers(np.array(samples, dtype=np.int64).T, exponents)
         scale = powers.max(axis=1).astype(float)
-        sizes = np.stack([timeline.num_bytes for timeline in timelines]) * PARTS
+        sizes = np.stack([timeline.num_bytes for timeline in timelines]) * PARTS_OF_A_BYTE
         solved = np.linalg.solve(powers.T / scale, sizes.astype(float)) / scale[:, None]
         coefficients = np.rint(solved).astype(np.int64)
         odd = (powers.T @ coefficients != sizes).any(axis=0)
@@ -69,7 +69,7 @@ class Polynomials:
             odd_lives = self._sums(self.odd.astype(np.int64)[None])[0] > 0
         else:
             odd_lives = np.zeros(len(self.lives.phases), dtype=bool)
-        expected = self._sums(sizes[None])[0] // PARTS + self.added[layout]
+        expected = self._sums(sizes[None])[0] // PARTS_OF_A_BYTE + self.added[layout]
         return bool(((expected == timeline.totals) | odd_lives).all())
 
     def checked(self, corners: Mapping[tuple[int, int], Timeline]) -> Polynomials | None:
@@ -79,8 +79,8 @@ class Polynomials:
         odd, rate = self.odd.copy(), np.zeros(len(self.odd))
         for (batch, sequence), timeline in corners.items():
             powers = _powers(np.array([[batch], [sequence]]), self.exponents)[:, 0]
-            odd |= _rounded(powers @ self.coefficients) != timeline.num_bytes * PARTS
-            rate = np.maximum(rate, timeline.num_bytes * PARTS / (batch * sequence))
+            odd |= _rounded(powers @ self.coefficients) != timeline.num_bytes * PARTS_OF_A_BYTE
+            rate = np.maximum(rate, timeline.num_bytes * PARTS_OF_A_BYTE / (batch * sequence))
         return replace(self, odd=odd, odd_rate=rate * BOUND)
 
     def peaks(self, points: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
@@ -100,13 +100,13 @@ class Polynomials:
         shape = len(self.added), points.shape[1]
         peaks, bounds = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         for instants in _instants_with_equal_differences(self.added):
-            added = self.added[:, instants[:1]] * PARTS
+            added = self.added[:, instants[:1]] * PARTS_OF_A_BYTE
             peaks = np.maximum(peaks, _largest(rows[:, instants], weights) + added)
             touched = instants[more[instants] > 0]
             if len(touched):
                 bound = _largest(np.vstack([rows[:, touched], more[touched]]), np.vstack([weights, tokens]))
                 bounds = np.maximum(bounds, bound + added)
-        return peaks // PARTS, bounds <= peaks
+        return peaks // PARTS_OF_A_BYTE, bounds <= peaks
 
     def _sums(self, values: Ints) -> Ints:
         """For each row of `values` [num_rows, num_entries], its sum over the tensors alive at each instant. [num_rows,

@@ -29,6 +29,7 @@ from peakcast.models.ledger.tape.columns import (
     REUSABLE,
     STREAM,
     WIDTH,
+    OpenTensor,
     RecordedColumns,
     tensors_held,
 )
@@ -79,19 +80,18 @@ class Step:
     """Columns of the tensors held, in the order in which they were held; layout as `RecordedColumns.columns`."""
     _single: array[int] = field(default_factory=lambda: array("q"))
     """Tensors that were held one by one since then: eight numbers each, in the order of `columns.py`."""
-    _differing: dict[int, tuple[bytearray, Callable[[Step, bool], None]]] = field(default_factory=dict)
-    """Place in `_held` -> the phases until then, and what is held there as in `differs`."""
-    _differ: dict[tuple[int, bool], IntTable] = field(default_factory=dict)  # (that place, in the first step) -> columns
+    _differing_parts: dict[int, tuple[bytearray, Callable[[Step, bool], None]]] = field(default_factory=dict)
+    """Place in `_held` -> the phases until then, and the function that `differs` was given there."""
+    _columns_of_parts: dict[tuple[int, bool], IntTable] = field(default_factory=dict)  # (place, first step) -> columns
     gradients_die: int = FOREVER
     """The instant at which `zero_grad(set_to_none=True)` releases every `.grad`."""
     update_in_backward: UpdateInBackward | None = None
     """Set if an optimizer updates parameters during backward."""
     _backward_ends: list[int] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
-    _allocated: dict[int, tuple[str, Category, int, int, str, int]] = field(default_factory=dict)
-    _freed_not_reusable: dict[int, tuple[str, Category, int, int, str, int, int]] = field(default_factory=dict)
-    """Tensors that were freed while another stream still uses their blocks: as `_allocated`, and the instant of the free.
-    """
+    _allocated: dict[int, OpenTensor] = field(default_factory=dict)
+    _freed_not_reusable: dict[int, tuple[OpenTensor, int]] = field(default_factory=dict)
+    """Tensors that were freed while another stream still uses their blocks, and the instant of the free."""
     _next_handle: int = 0
     _within: int | None = None
     """While `within` is active: its instant."""
@@ -302,7 +302,7 @@ class Step:
         end of the step. Returns their handles. `stream`: where they are allocated; 0 is the computing stream."""
         since, first = self.now if born is None else born, self._next_handle
         for num_bytes in sizes:
-            self._allocated[self._next_handle] = (name, category, num_bytes, since, module, stream)
+            self._allocated[self._next_handle] = OpenTensor(name, category, num_bytes, since, module, stream)
             self._next_handle += 1
         return list(range(first, self._next_handle))
 
@@ -310,8 +310,8 @@ class Step:
         """Free tensors of `allocate` from the next instant on; empties the list of handles."""
         now = self.now
         for handle in handles:
-            name, category, num_bytes, since, module, stream = self._allocated.pop(handle)
-            self.hold(name, category, num_bytes, since, now, module, stream)
+            one = self._allocated.pop(handle)
+            self.hold(one.name, one.category, one.num_bytes, one.born, now, one.module, one.stream)
         handles.clear()
 
     def let_go(self, handles: list[int]) -> list[int]:
@@ -319,7 +319,7 @@ class Step:
         (`record_stream`). The blocks can be reused once the returned handles are given to `reuse`. Empties the list of
         handles."""
         for handle in handles:
-            self._freed_not_reusable[handle] = (*self._allocated.pop(handle), self.now)
+            self._freed_not_reusable[handle] = (self._allocated.pop(handle), self.now)
         waiting = handles.copy()
         handles.clear()
         return waiting
@@ -327,23 +327,23 @@ class Step:
     def reuse(self, handles: Iterable[int]) -> None:
         """The blocks of tensors that were `let_go` can be reused from the next instant on."""
         for handle in handles:
-            name, category, num_bytes, since, module, stream, gone = self._freed_not_reusable.pop(handle)
-            self.hold(name, category, num_bytes, since, gone, module, stream, self.now)
+            one, gone = self._freed_not_reusable.pop(handle)
+            self.hold(one.name, one.category, one.num_bytes, one.born, gone, one.module, one.stream, self.now)
 
     def differs(self, held: Callable[[Step, bool], None]) -> None:
-        """`held(step, first_step)` holds on `step`, which has the instants so far, what differs between a training's first
-        step and later ones. It is called when a fork first needs it, in the order of these calls."""
-        self._differing[len(self._gather())] = self.phases.copy(), held
+        """Hold what differs between a training's first step and later ones: `held(step, first_step)` holds it on `step`,
+        which has the instants so far. It is called when a fork first needs it, in the order of these calls."""
+        self._differing_parts[len(self._gather())] = self.phases.copy(), held
         self._held.append(np.zeros((WIDTH, 0), dtype=np.int64))
 
     def _held_in(self, *, first_step: bool) -> list[IntTable]:
         """The columns of everything held so far, in the training's first step or in a later one."""
         held = self._gather().copy()
-        for at, (phases, hold) in self._differing.items():
-            if (at, first_step) not in self._differ:
+        for at, (phases, hold) in self._differing_parts.items():
+            if (at, first_step) not in self._columns_of_parts:
                 hold(apart := Step(phases), first_step)
-                self._differ[at, first_step] = np.concatenate([held[at], *apart._gather()], axis=1)
-            held[at] = self._differ[at, first_step]
+                self._columns_of_parts[at, first_step] = np.concatenate([held[at], *apart._gather()], axis=1)
+            held[at] = self._columns_of_parts[at, first_step]
         return held
 
     def fork(self, *before: RecordedColumns, first_step: bool = False) -> Step:
@@ -356,7 +356,7 @@ class Step:
         forked.phases, forked.labels = bytearray(self.phases), self.labels.copy()
         forked._placed, forked._own, forked._runs = [*self._placed, self._own[1]], None, []
         forked._held = [*(part.columns for part in before), *self._held_in(first_step=first_step)]
-        forked._single, forked._differing, forked._differ = array("q"), {}, {}
+        forked._single, forked._differing_parts, forked._columns_of_parts = array("q"), {}, {}
         forked._backward_ends, forked._allocated = self._backward_ends.copy(), self._allocated.copy()
         forked._freed_not_reusable = self._freed_not_reusable.copy()
         return forked
@@ -364,8 +364,8 @@ class Step:
     def timeline(self) -> Timeline:
         """The `Timeline` of the finished step."""
         n = len(self.phases)
-        for name, category, num_bytes, since, module, stream in self._allocated.values():
-            self.hold(name, category, num_bytes, since, FOREVER, module, stream)
+        for one in self._allocated.values():
+            self.hold(one.name, one.category, one.num_bytes, one.born, FOREVER, one.module, one.stream)
         self._allocated.clear()
         self.reuse(list(self._freed_not_reusable))
         placed = [*self._placed, place(self._runs)] if self._runs else self._placed

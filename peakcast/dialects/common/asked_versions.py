@@ -8,7 +8,7 @@ from typing import Any
 
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
-from peakcast.core.versions import CONTAINER, OWN_NETWORKS, STACKS, check_versions, installed, read_versions
+from peakcast.core.versions import CONTAINER, OWN_NETWORK_STACKS, STACKS, check_versions, installed, read_versions
 from peakcast.dialects.common.translation import Translation
 from peakcast.jobs.conventions import packages_of
 
@@ -28,7 +28,7 @@ class AskedVersions:
         stack."""
         own = own or {}
         known = packages_of(framework)
-        if any(stack in own for stack in OWN_NETWORKS):
+        if any(stack in own for stack in OWN_NETWORK_STACKS):
             known -= {"transformers"}
         here = {
             name: version

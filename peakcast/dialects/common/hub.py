@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.core.errors import CatalogError
+from peakcast.core.units import MIB
 from peakcast.dialects.common.text import files_are_read, parse, read_text
 
 TIMEOUT_SECONDS = 5.0
-MAX_BYTES = 2**20
+MAX_BYTES = MIB
 """A config.json larger than this is refused (the largest known are under 100 kB)."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}")
 _REFUSED = (401, 403)

@@ -15,7 +15,7 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.translation import Notes, Settings, words
 from peakcast.jobs.spec import Batch, TrainingJob
 
-PREFIX = "parallelism_config_"
+MESH_PREFIX = "parallelism_config_"
 """Prefix of the keys in accelerate's configuration file."""
 SIZES = {
     "replicate": "dp_replicate_size", "shard": "dp_shard_size", "context": "cp_size", "sequence": "sp_size",
@@ -85,9 +85,9 @@ def ranks_of(settings: Settings, keys: Mapping[str, str]) -> int | None:
 
 def of_training(job: TrainingJob, mesh: Mapping[str, object], notes: Notes) -> TrainingJob:
     """`job` with the axes in `parallelism_config` of TrainingArguments or of accelerate's file. Raises: SpecError."""
-    written = {str(key).removeprefix(PREFIX): str(key) for key in mesh}
+    written = {str(key).removeprefix(MESH_PREFIX): str(key) for key in mesh}
     values = {key: mesh[name] for key, name in written.items()}
-    settings = Settings(values, notes, "accelerate", lambda key: written.get(key, PREFIX + key))
+    settings = Settings(values, notes, "accelerate", lambda key: written.get(key, MESH_PREFIX + key))
     job = meshed(job, settings, SIZES)
     ulysses = settings.integer("sp_size", 1) != 1 or settings.text("cp_backend") == "deepspeed"
     if ulysses and job.parallelism.context_parallel_size > 1:

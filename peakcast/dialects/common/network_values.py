@@ -11,7 +11,7 @@ from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import TrainingJob, canonical_json, job_to_mapping
 
-NETWORK = "network."
+NETWORK_PREFIX = "network."
 """Prefix of the names of values of a network's configuration; other names are fields of a job (`finetuning.rank`)."""
 
 
@@ -19,9 +19,9 @@ def network_values(architecture: Architecture) -> dict[str, Any]:
     """Values from which the library builds the network: its own configuration if that is stored, else the architecture's
     fields."""
     if architecture.configuration:
-        return flat(json.loads(architecture.configuration), NETWORK)
+        return flat(json.loads(architecture.configuration), NETWORK_PREFIX)
     fields = job_to_mapping(TrainingJob(architecture=architecture))["architecture"]
-    return flat({key: value for key, value in fields.items() if key != "name"}, NETWORK)
+    return flat({key: value for key, value in fields.items() if key != "name"}, NETWORK_PREFIX)
 
 
 def with_values(job: TrainingJob, changes: Mapping[str, Any]) -> TrainingJob:
@@ -32,8 +32,8 @@ def with_values(job: TrainingJob, changes: Mapping[str, Any]) -> TrainingJob:
     kept = mapping["architecture"].get("configuration")
     network = json.loads(kept) if kept else mapping["architecture"]
     for name, value in changes.items():
-        inside = name.startswith(NETWORK)
-        _put(network if inside else mapping, name.removeprefix(NETWORK) if inside else name, value)
+        inside = name.startswith(NETWORK_PREFIX)
+        _put(network if inside else mapping, name.removeprefix(NETWORK_PREFIX) if inside else name, value)
     if kept:
         mapping["architecture"]["configuration"] = canonical_json(network)
     return job_from_mapping(mapping)

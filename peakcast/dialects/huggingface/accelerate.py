@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peakcast.core.errors import SpecError
-from peakcast.dialects.common.mesh import PREFIX
+from peakcast.dialects.common.mesh import MESH_PREFIX
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, words
 from peakcast.dialects.huggingface.keys import SHARDING
@@ -153,7 +153,7 @@ def of_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
         key: flags[key] for key in (*_DEEPSPEED, "deepspeed_config_file", "gradient_accumulation_steps") if key in flags
     }
     shards = {key: value for key, value in flags.items() if key.startswith("fsdp_")}
-    mesh = {key: value for key, value in flags.items() if key.startswith(PREFIX)}
+    mesh = {key: value for key, value in flags.items() if key.startswith(MESH_PREFIX)}
     out |= {"parallelism_config": mesh} if mesh else {}
     if flags.get("use_deepspeed") or engine:
         out |= {"distributed_type": "DEEPSPEED", "deepspeed_config": engine}

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.findings import Direction
 from peakcast.dialects.common.translation import Notes, Settings
-from peakcast.jobs.adapter_settings import RANKED, SETTINGS, FinetuningMethod
+from peakcast.jobs.adapter_settings import ADAPTER_SETTINGS, RANKED, FinetuningMethod
 from peakcast.jobs.spec import Dtype, Finetuning
 
 UNSUPPORTED: Mapping[str, str] = {
@@ -99,7 +99,7 @@ def _rank(method: FinetuningMethod, adapter: Settings) -> int | None:
 
 def _settings(method: FinetuningMethod, adapter: Settings) -> FrozenMapping:
     """The settings of the method's table that the configuration contains."""
-    known = SETTINGS.get(method, {})
+    known = ADAPTER_SETTINGS.get(method, {})
     given = {key: adapter.raw(key) for key in known if adapter.raw(key) is not None}
     if method == "trainable_tokens":
         given = {"num_tokens": len(adapter.raw("token_indices") or ())}

@@ -63,9 +63,14 @@ def method_of_program(program: str) -> str:
     return next((word.replace(" ", "_") for word in words if re.search(rf"\b{word}\b", stem)), "")
 
 
+def method_called(name: str) -> Method:
+    """The training method of that name; supervised fine-tuning if there is none."""
+    return METHODS.get(name, METHODS["sft"])
+
+
 def sequences_per_sample(program: str) -> int:
     """How many sequences pass through the network for each sample in the training method of `program`."""
-    return METHODS.get(method_of_program(program), METHODS["sft"]).sequences
+    return method_called(method_of_program(program)).sequences
 
 
 SCORING = re.compile(r"AutoModel|\w+For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)")

@@ -18,7 +18,7 @@ from peakcast.dialects.common.translation import AlternativeReading, Notes, Sett
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
 from peakcast.dialects.huggingface.command import as_in_a_file
 from peakcast.dialects.huggingface.job import from_huggingface
-from peakcast.dialects.huggingface.post_training import METHODS, method_of_program, with_method
+from peakcast.dialects.huggingface.post_training import method_called, method_of_program, with_method
 from peakcast.dialects.huggingface.trl_adapters import trl_computes_in, with_casts_of_trl
 from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
 from peakcast.dialects.huggingface.trl_loss import take_sft_loss
@@ -171,7 +171,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
         training["quantization_config"] = quantization
     adapter = _as_trl_makes(adapter, deepspeed) if whose.trl and not quantization else adapter
     method = _method(pasted.program, training)
-    generation = _generation(training, notes, method) if METHODS.get(method, METHODS["sft"]).kind == "grpo" else None
+    generation = _generation(training, notes, method) if method_called(method).kind == "grpo" else None
     _note_loss(training, method, notes)
     versions = pasted.versions.of("huggingface")
     loss_options = take_sft_loss(training, method, versions, notes) if whose.trl else {}

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from peakcast.core.units import MIB
 from peakcast.dialects.common.translation import Settings
 from peakcast.jobs.allocator_settings import Allocator
 
 NEWEST_UNSLOTH = "2025.11.4"
 """The release whose conventions are used if none is named."""
 CHECKPOINTING = ("gradient_checkpointing", "use_gradient_checkpointing")
-LEAST_OFFLOADED_BYTES = 2 * 2**20
+LEAST_OFFLOADED_BYTES = 2 * MIB
 """Hidden states larger than this are offloaded (MINIMUM_SIZE): at width 4096 and 16 bits, from 257 tokens on."""
 HALF = 2
 ALLOCATOR = Allocator(expandable_segments=True, roundup_power2_divisions="[32:256,64:128,256:64,>:32]")

@@ -11,7 +11,7 @@ from typing import Any
 from peakcast.core.errors import SpecError, near_misses
 from peakcast.dialects.python.calls import Expressions, NotGiven, call_name, parsed, plain_value
 
-NOTHING: Mapping[str, Any] = {}
+NO_VALUES: Mapping[str, Any] = {}
 MOST_CALLS = 20
 """Depth up to which calls between these functions are followed."""
 
@@ -48,7 +48,7 @@ class FunctionTable:
         """What evaluates the expressions of one function."""
         return Expressions(keeps_calls=True)
 
-    def _made_by(self, name: str, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+    def _made_by(self, name: str, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] = NO_VALUES) -> dict[str, Any]:
         self._depth += 1
         if self._depth > MOST_CALLS:
             raise SpecError(f"{self.where} has functions that call one another without end.")

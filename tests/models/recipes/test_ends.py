@@ -13,7 +13,7 @@ from peakcast.models.ledger.recorded.composing import recipe_ledger
 from peakcast.models.ledger.recorded.covering import gathered_otherwise
 from peakcast.models.ledger.recorded.outside_layers import overlap
 from peakcast.models.recipes.recipe import Recipe, recorded
-from peakcast.models.recipes.walk import GatheredGroup
+from peakcast.models.recipes.walk import GatheredGroup, WalkedParameter
 from peakcast.timelines.timeline import Timeline
 from tests.models.recipes.walks import Library
 
@@ -36,7 +36,7 @@ def step(*groups: GatheredGroup, **more: Any) -> Timeline:
 
 def grouped(*groups: GatheredGroup, **more: Any) -> Recipe:
     recipe = recorded(Library(LAYERS), (2, 256))
-    ends = ((*HEAD, (400, 64), 2, True), (*NORM, (64,), 2, True))
+    ends = (WalkedParameter(*HEAD, (400, 64), 2, True), WalkedParameter(*NORM, (64,), 2, True))
     return replace(recipe, walk=replace(recipe.walk, parameters=(*recipe.walk.parameters, *ends), groups=groups, **more))
 
 
@@ -88,7 +88,7 @@ def test_groups_that_share_a_weight_overlap() -> None:
 
 def test_layers_of_two_dtypes_cannot_be_sharded_together() -> None:
     """A router that the library keeps in float32 (torch 2.13 `FSDPParamGroup._init_mp_dtypes`)."""
-    router = ("layers.3", "gate", (8, 64), 4, True)
+    router = WalkedParameter("layers.3", "gate", (8, 64), 4, True)
     recipe = grouped(GatheredGroup("tail", "embedding", (TABLE, HEAD)))
     for more, fails in (((), False), ((router,), True)):
         walk = replace(recipe.walk, parameters=(*recipe.walk.parameters, *more))

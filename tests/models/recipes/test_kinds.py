@@ -18,7 +18,7 @@ from peakcast.models.recipes import shipped
 from peakcast.models.recipes.generalising import network_kind
 from peakcast.models.recipes.kinds import NetworkKind, with_values
 from peakcast.models.recipes.recipe import Recipe, recorded
-from peakcast.models.recipes.walk import Walk
+from peakcast.models.recipes.walk import Walk, WalkedParameter
 from peakcast.networks.undescribed import for_tracing
 from tests.models.recipes.walks import Library
 
@@ -49,7 +49,7 @@ class Wide(Library):
         made = super().__call__(layers, batch, length, steps)
         kept = batch * length * 2 * (hidden + 2 * groups * (hidden // heads))
         sizes = [kept if name == "kept" else size for name, size in zip(made.names, made.raw_bytes.tolist(), strict=True)]
-        parameters = tuple((m, n, (hidden, heads) if n == "w" else s, b, t) for m, n, s, b, t in made.parameters)
+        parameters = tuple(one._replace(shape=(hidden, heads)) if one.name == "w" else one for one in made.parameters)
         made = replace(made, raw_bytes=np.array(sizes, dtype=np.int64), parameters=parameters)
         if config["hidden_act"] != "silu":
             made = replace(made, names=("another", *made.names[1:]))
@@ -89,7 +89,8 @@ class Positioned(Wide):
         if length > positions:
             raise CollectorError("too long")
         made = super().__call__(layers, batch, length, steps, changes)
-        return replace(made, parameters=(*made.parameters, ("embedding", "positions", (positions, 64), 2, True)))
+        table = WalkedParameter("embedding", "positions", (positions, 64), 2, True)
+        return replace(made, parameters=(*made.parameters, table))
 
 
 def test_narrower_networks_have_as_many_positions_as_the_recorded_one() -> None:

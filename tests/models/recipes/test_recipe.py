@@ -9,7 +9,7 @@ import pytest
 
 from peakcast.core.errors import CollectorError
 from peakcast.models.recipes.recipe import LARGEST_BATCH, recorded
-from peakcast.models.recipes.walk import Walk
+from peakcast.models.recipes.walk import Walk, WalkedParameter
 from tests.models.recipes.walks import Library, mapping, walk
 
 
@@ -80,8 +80,8 @@ def test_weights_that_are_neither_in_blocks_nor_a_table_are_odd_ends() -> None:
     recipe = recorded(Library(8), (2, 512))
     assert not recipe.odd_ends
     assert recipe.tied
-    head, between = (("head", "dense", (4, 4), 2, True), ("between.4", "norm", (8, 4), 2, True))
-    own = ("head", "lm_head", (10, 4), 2, True)  # as the embedding's table is
+    head, between = (WalkedParameter(*of, 2, True) for of in (("head", "dense", (4, 4)), ("between.4", "norm", (8, 4))))
+    own = WalkedParameter("head", "lm_head", (10, 4), 2, True)  # as the embedding's table is
     for more, odd in ((head, True), (between, True), (own, False)):
         walk = replace(recipe.walk, parameters=(*recipe.walk.parameters, more))
         assert replace(recipe, walk=walk).odd_ends is odd

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from peakcast.catalog.kernel_workspaces import flash_backward
-from peakcast.core.units import BOOL, FP32, round_up
+from peakcast.core.units import BOOL, FP32, INT32, INT64, round_up
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.exchange import exchanged_attention
 from peakcast.models.ledger.megatron.blocks.primitives import norm
@@ -18,7 +18,6 @@ from peakcast.models.ledger.megatron.blocks.recompute import checkpointed_togeth
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 from peakcast.timelines.timeline import Category
 
-INT32, INT64 = 4, 8
 RNG_STATE_BYTES = 16
 
 

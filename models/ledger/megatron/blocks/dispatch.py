@@ -7,12 +7,10 @@ DeepEP's branch hybrid-ep at commit 0237ba62 `deep_ep/hybrid_ep_buffer.py`, `csr
 
 from __future__ import annotations
 
-from peakcast.core.units import BOOL, INT32, INT64
+from peakcast.core.units import BOOL, FP32, INT32, INT64
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.expert_context import ExpertContext
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
-
-FLOAT32 = 4
 
 
 class Dispatch:
@@ -151,7 +149,7 @@ class Dispatch:
         weights = tape.operation(
             "dispatch.topk_probabilities",
             [probabilities],
-            chosen * FLOAT32,
+            chosen * FP32,
             saves=Saved(extra_bytes=[chosen * INT64]),
             backward_temporary_bytes=self.tokens * experts.num_experts * experts.router.element_bytes,
         )
@@ -161,19 +159,19 @@ class Dispatch:
             arrived * self.width,
             saves=Saved(extra_bytes=[self.tokens * experts.group_size * (BOOL + INT32) + arrived * INT32]),
         )
-        weights = tape.operation("dispatch.deepep_probabilities", [weights], arrived * experts.top_k * FLOAT32)
+        weights = tape.operation("dispatch.deepep_probabilities", [weights], arrived * experts.top_k * FP32)
         self._alive += [x, weights]
         held = tape.operation(
             "dispatch.multihot_probabilities",
             [weights],
-            local * FLOAT32,
+            local * FP32,
             # row and column of the chosen entries, which indexing saves; int64 and a mask of the whole map
             saves=Saved(extra_bytes=[4 * self.rows * INT64]),
             forward_temporary_bytes=local * INT64 + arrived * experts.top_k * BOOL,
         )
         self._alive.append(held)
         rows = self._permute(x, None, arrived, self.rows, local)
-        return rows, tape.operation("dispatch.permute_probabilities", [held], self.rows * FLOAT32)
+        return rows, tape.operation("dispatch.permute_probabilities", [held], self.rows * FP32)
 
     def _combine_by_deepep(self, output: Tensor) -> Tensor:
         """The experts' outputs, added to the tokens that arrived, which DeepEP sends back and adds."""
@@ -200,7 +198,7 @@ class Dispatch:
             saves=Saved(extra_bytes=handle),
             forward_temporary_bytes=every * experts.num_experts * BOOL,  # the routing map of the whole group
         )
-        return rows, tape.operation("dispatch.hybridep_probabilities", [probabilities], self.rows * FLOAT32)
+        return rows, tape.operation("dispatch.hybridep_probabilities", [probabilities], self.rows * FP32)
 
     def _combine_by_hybridep(self, output: Tensor) -> Tensor:
         """The experts' outputs, which HybridEP adds to the tokens that arrived, sends back and adds."""
@@ -279,13 +277,13 @@ def held_by_dispatcher(context: MegatronContext, experts: ExpertContext) -> tupl
         return 0, local * BOOL + rows * element + _permutation_bytes(experts, every, rows, local)
     if experts.dispatcher == "hybridep":
         chosen = tokens * experts.num_experts
-        return 0, chosen * (BOOL + element) + experts.received_rows(tokens) * FLOAT32
+        return 0, chosen * (BOOL + element) + experts.received_rows(tokens) * FP32
     if experts.dispatcher == "deepep":
         arrived = experts.received_tokens(tokens)
         local = arrived * experts.local_experts
         indices = arrived * experts.top_k * INT64
         kept = _permutation_bytes(experts, arrived, experts.received_rows(tokens), local)
-        return indices + local * BOOL, local * FLOAT32 + kept + tokens * experts.top_k * (INT64 + FLOAT32)
+        return indices + local * BOOL, local * FP32 + kept + tokens * experts.top_k * (INT64 + FP32)
     elements = tokens * experts.num_experts
     kept = _permutation_bytes(experts, tokens, experts.sent_rows(tokens), elements)
     return elements * element, elements * BOOL + kept

@@ -29,7 +29,7 @@ from peakcast.models.ledger.tape.offloading import OffloadPlan
 from peakcast.models.ledger.tape.tape import Tape, Tensor
 from peakcast.models.ledger.tape.template import Template
 
-ENCODER_STATES = "encoder_hidden_states"
+ENCODER_HIDDEN_STATES = "encoder_hidden_states"
 OFFLOADED: dict[str, tuple[str, ...]] = {
     "attn_norm": ("input_layernorm",),
     "qkv_linear": (
@@ -115,7 +115,7 @@ def _projected(tape: Tape, attended: Tensor, context: MegatronContext) -> Tensor
 def _cross_attention(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
     """Attention from the decoder's tokens to the encoder's, whose output all decoder layers read."""
     source = replace(context, sequence=context.source_sequence)
-    states = tape.borrowed(source.stream_bytes, ENCODER_STATES)
+    states = tape.borrowed(source.stream_bytes, ENCODER_HIDDEN_STATES)
     normalized = norm(tape, hidden, context, context.stream_rows, context.hidden, "pre_cross_attn_layernorm")
     both = column_linear(
         tape, states, source, 2 * context.attention.key_value, "cross_attention.linear_kv", context.linear_bias
