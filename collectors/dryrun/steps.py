@@ -46,7 +46,8 @@ class ScriptSteps:
         self.optimizers: list[Any] = []
         """Optimizers that step, in the order in which they first did."""
         self.micro_batches = 0
-        """Number of backwards since the last step; once that has ended, of the last step."""
+        """Number of micro-batches of the last step that has ended: of its backwards, but not more than its networks ran
+        forward, as a loss may go backward in pieces (torchtitan's `ChunkedCELoss`)."""
         self.tokens: tuple[int, ...] = ()
         """Shape of the largest batch of tokens that an embedding got."""
         self.inputs: tuple[int, ...] = ()
@@ -76,6 +77,8 @@ class ScriptSteps:
         self._depth = 0
         self._stepped = False
         self._backwards = 0
+        self._forwards = 0
+        """Forwards of outermost networks, to be trained, since the last step."""
         self._has_gradients = False
         self._after_step: int | None = None
         """The first operation after the last step of an optimizer, while no module has run: functions of tensors do not say
@@ -160,6 +163,7 @@ class ScriptSteps:
                 self._meet(part)
             if torch.is_grad_enabled():
                 self.inputs = max(self.inputs, _batch(inputs), key=math.prod)
+                self._forwards += any(part is one for one in self.networks)
             self.runs(part)
             if begins or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
                 self.tracer.phase = Phase.FORWARD
@@ -273,7 +277,8 @@ class ScriptSteps:
         self.patience.end_step()
         self._stepped = self._has_gradients = False
         self._after_step = None
-        self.micro_batches, self._backwards = self._backwards, 0
+        self.micro_batches = min(self._backwards, self._forwards or self._backwards)
+        self._backwards = self._forwards = 0
 
 
 LOOPS = {"transformers.trainer": "transformers", "accelerate.optimizer": "accelerate"}
