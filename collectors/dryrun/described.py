@@ -190,7 +190,8 @@ def _of_the_loop(steps: ScriptSteps, framework: str, config: Any) -> dict[str, b
     if config is None or framework not in LOOPS or steps.loop == "transformers":
         return {}
     own = {"trainer": False} if framework == "huggingface" else {}
-    return {**own, "outputs_dropped": not steps.output_bytes}
+    dropped = not (steps.output_bytes or steps.cache_bytes)
+    return {**own, "outputs_dropped": dropped, "outputs_have_cache": bool(steps.cache_bytes)}
 
 
 def _versions(steps: ScriptSteps, framework: str) -> dict[str, str]:

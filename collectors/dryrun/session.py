@@ -197,6 +197,12 @@ class Session:
             peaks = self.peaks.said(self.steps.spans[-1][1])
         if remark := self.steps.lengths.remark():
             self.notes.add("script_part_skipped", "lengths", remark)
+        if {"mode": "none"} in self.steps.checkpointing.values():
+            sentence = (
+                "gradient checkpointing is on, but the network is in evaluation mode, as from_pretrained leaves it, in "
+                "which transformers recomputes nothing; call model.train() before the loop."
+            )
+            self.notes.add("recomputation_off", "activation_checkpointing", sentence)
         say(self.notes, self.question.get("torch"), text_of_script(), autocast=self.steps.autocast is not None)
         answer = {
             "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},

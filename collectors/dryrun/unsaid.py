@@ -31,7 +31,7 @@ def unsaid(steps: ScriptSteps, network: torch.nn.Module, config: Any, *, adapter
         yield f"another network runs beside the one that is trained, with weights of {format_gib(beside)}"
     if steps.output_bytes and steps.loop != "transformers" and not of_loops:
         yield f"the network's outputs stay until the next forward has returned ({format_gib(steps.output_bytes)})"
-    if steps.cache_bytes:
+    if steps.cache_bytes and not of_loops:
         yield (
             f"keys and values of all layers stay with the network's outputs until the next forward has returned "
             f"({format_gib(steps.cache_bytes)}; use_cache=False leaves them out)"
