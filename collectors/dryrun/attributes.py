@@ -28,7 +28,8 @@ def _wrapped_in_checkpoints(network: torch.nn.Module) -> dict[str, Any]:
     that keeps nothing by a policy of its own (`context_fn`)."""
     configs = (part.config for part in network.modules() if hasattr(getattr(part, "config", None), "num_hidden_layers"))
     layers = getattr(next(configs, None), "num_hidden_layers", 0)
-    calls = [part.checkpoint_fn for part in network.modules() if type(part).__name__ == "CheckpointWrapper"]
+    names = [(part, {base.__name__ for base in type(part).__mro__}) for part in network.modules()]  # FSDP2 makes subclasses
+    calls = [part.checkpoint_fn for part, classes in names if "CheckpointWrapper" in classes]
     if not calls or not layers or layers % len(calls) or any("context_fn" in call.keywords for call in calls):
         return {}
     reentrant = bool(calls[0].keywords.get("use_reentrant"))

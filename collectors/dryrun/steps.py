@@ -67,6 +67,8 @@ class ScriptSteps:
         """Bytes of what a network returned, beside the loss, that still exist when the optimizer steps."""
         self.cache_bytes = 0
         """Bytes of keys and values that a network returned and that still exist when the optimizer steps."""
+        self.gradient_bytes = 0
+        """Bytes of gradients of the step before while a network runs forward: `zero_grad` comes later, or keeps them."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._cached: list[weakref.ref[torch.Tensor]] = []
         self._enough = enough
@@ -133,7 +135,7 @@ class ScriptSteps:
     def evaluated(self) -> tuple[str, ...]:
         """Sentences about evaluations, which afterwards are in the form in which they count."""
         held = (one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"])
-        return self.evaluations.said({id(one) for one in held})
+        return self.evaluations.said({id(one) for one in held}, self.spans[-1][1])
 
     def close(self) -> None:
         """End a step that was not followed by another forward."""
@@ -163,7 +165,7 @@ class ScriptSteps:
                 self._meet(part)
             if torch.is_grad_enabled():
                 self.inputs = max(self.inputs, _batch(inputs), key=math.prod)
-                self._forwards += any(part is one for one in self.networks)
+                self._count_forward(part)
             self.runs(part)
             if begins or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
                 self.tracer.phase = Phase.FORWARD
@@ -264,6 +266,13 @@ class ScriptSteps:
 
     def _gradients_are_gone(self) -> bool:
         return all(one.grad is None for network in self.networks for one in network.parameters())
+
+    def _count_forward(self, network: torch.nn.Module) -> None:
+        """Count a forward of an outermost `network`, and at a step's first the gradients of the step before."""
+        self._forwards += any(network is one for one in self.networks)
+        if self._forwards == 1 and self.spans and not self._backwards:
+            held = {id(one): one.grad for part in self.networks for one in part.parameters()}
+            self.gradient_bytes = sum(one.nbytes for one in held.values() if one is not None)
 
     def _end_step(self, end: int | None = None) -> None:
         """End a step, now or at an operation that was the last one's `end`."""

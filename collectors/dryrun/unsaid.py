@@ -29,6 +29,16 @@ def unsaid(steps: ScriptSteps, network: torch.nn.Module, config: Any, *, adapter
         yield "its decoder's sequences have a length of their own"
     if beside := _beside(steps, network):
         yield f"another network runs beside the one that is trained, with weights of {format_gib(beside)}"
+    weights = {one.dtype for one in network.parameters() if one.is_floating_point()}
+    if steps.autocast and (others := weights - {steps.autocast, torch.float32}):
+        named = ", ".join(sorted(str(one).removeprefix("torch.") for one in others))
+        narrow = str(steps.autocast).removeprefix("torch.")
+        yield f"autocast computes in {narrow} with weights in {named}, and what both meet in is float32"
+    if steps.gradient_bytes:
+        yield (
+            f"gradients stay until after the next forward, where zero_grad comes ({format_gib(steps.gradient_bytes)} that "
+            "a zero_grad behind the optimizer's step frees)"
+        )
     if steps.output_bytes and steps.loop != "transformers" and not of_loops:
         yield f"the network's outputs stay until the next forward has returned ({format_gib(steps.output_bytes)})"
     if steps.cache_bytes and not of_loops:
