@@ -55,10 +55,10 @@ def _trained_share(network: torch.nn.Module) -> float:
 
 
 def _beside(steps: ScriptSteps, network: torch.nn.Module) -> int:
-    """Bytes of the weights of networks that are not trained, such as a teacher; 0 if a job names the one that there is, the
-    reference of a preference loss."""
+    """Bytes of the weights of other networks, such as a teacher, whose weights may be said to need gradients and are in no
+    optimizer; 0 if a job names the one that there is, the reference of a preference loss."""
     if loss_of(steps, network)[0].get("reference") == "model":
         return 0
     own = {id(one) for one in network.parameters()}
-    others = {id(one): one for part in steps.networks for one in part.parameters() if not one.requires_grad}
+    others = {id(one): one for part in steps.networks for one in part.parameters()}
     return sum(one.nbytes for key, one in others.items() if key not in own)

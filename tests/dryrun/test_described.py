@@ -45,18 +45,23 @@ def test_what_a_job_cannot_say_is_named():
 
         model = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0)).cuda()
         model.model.requires_grad_(False)
+        teacher = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0)).cuda().eval()
         optimizer = torch.optim.SGD(model.parameters())
         tokens = torch.ones(BATCH, LENGTH, dtype=torch.long, device="cuda")
         for _ in range(3):
+            with torch.no_grad():
+                teacher(input_ids=tokens)
             outputs = model(input_ids=tokens, labels=torch.zeros(BATCH, dtype=torch.long, device="cuda"))
+            optimizer.zero_grad()
             outputs.loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
 
     found = peakcast.dryrun(train, "H100-80GB")
     said = " ".join(found.answer.assumptions)
     assert "the network is a LlamaForSequenceClassification, without the logits of all words" in said
     assert "% of its weights train, and those are no adapters" in said
+    assert "another network runs beside the one that is trained" in said
+    assert "gradients stay until after the next forward" in said
     assert found.job.framework_options["outputs_have_cache"]
 
 
