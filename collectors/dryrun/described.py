@@ -368,7 +368,11 @@ def _told(job: dict[str, Any]) -> dict[str, Any]:
     except PeakcastError:
         job = {**job, "parallelism": alike}
         plain = conventions(job_from_mapping({**job, "framework_options": {}}))
-    options = {name: value for name, value in job["framework_options"].items() if plain.get(name, value) != value}
+    precision = job["precision"]
+    # without mixed precision gradients are reduced as they are, unless the job itself says otherwise
+    own = {"fsdp_reduce_dtype"} if precision["parameters"] == precision["compute"] else set()
+    found = job["framework_options"].items()
+    options = {name: value for name, value in found if name in own or plain.get(name, value) != value}
     return {**job, "framework_options": options}
 
 
