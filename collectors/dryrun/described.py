@@ -19,7 +19,7 @@ from peakcast.collectors.dryrun.losses import loss_of, packages
 from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.steps import ScriptSteps
 from peakcast.collectors.dryrun.unsaid import unsaid
-from peakcast.collectors.dryrun.wrapped import DTYPES, layout, mixed, offloads
+from peakcast.collectors.dryrun.wrapped import DTYPES, layout, mixed, of_deepspeed, offloads
 
 OPTIMIZERS = {
     "adamw": "adamw", "adam": "adam", "sgd": "sgd", "adafactor": "adafactor", "muon": "muon", "lion": "lion",
@@ -73,14 +73,14 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         "loss": loss,
         "framework_options": {
             **({"autocast": True} if steps.autocast else {}),
-            **(options if config is not None else {}),
+            **({**options, **of_deepspeed(steps.networks)} if config is not None else {}),
             **kernels,
             **_widened(network, config),
             **_multiplied(network, config, computed or (steps.autocast and DTYPES.get(steps.autocast)) or weights),
             **_library(steps.optimizers, framework),
             **_of_the_loop(steps, framework, config),
         },
-        "offload": dict.fromkeys(("parameters", "optimizer"), offloads(steps.networks)),
+        "offload": offloads(steps.networks),
         "compile": _compiled(network),
         "parallelism": parallelism,
         "batch": {"shortest_sequence": max(1, parts * min(steps.lengths.of_steps))} if steps.lengths.change else {},

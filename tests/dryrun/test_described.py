@@ -111,3 +111,23 @@ def test_weights_that_zero_3_has_sharded_count_as_if_they_were_whole():
     sharded = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
     sharded.ds_numel = 4096
     assert _dtype([sharded, torch.nn.Parameter(torch.zeros(64))]) == "bfloat16"
+
+
+def test_sizes_of_zero_are_those_that_the_engine_came_to():
+    """With "auto" in its configuration, transformers' Trainer chooses them by the hidden size."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from peakcast.collectors.dryrun.wrapped import OF_ZERO, of_deepspeed, offloads
+
+    sizes = dict.fromkeys(OF_ZERO.values(), 1000) | {"contiguous_gradients": True}
+    host = SimpleNamespace(device="cpu")
+    settings = SimpleNamespace(**sizes, overlap_comm=True, offload_param=None, offload_optimizer=host)
+    kind = type("DeepSpeedEngine", (torch.nn.Linear,), {"zero_optimization_stage": lambda self: 3})
+    engine = kind(2, 2)
+    engine._config = SimpleNamespace(zero_config=settings)
+    options = of_deepspeed([engine])
+    assert (options["reduce_bucket_size"], options["stage3_prefetch_bucket_size"]) == (1000, 1000)
+    assert "overlap_comm" not in options  # as it is by default in stage 3
+    assert offloads([engine]) == {"parameters": False, "optimizer": True}
