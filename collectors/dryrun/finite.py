@@ -68,7 +68,7 @@ def _value(func: Any, name: str, args: Any) -> float | bool | None:
     if name in _SHAPES:
         return found[0] if len(set(found)) == 1 else None
     if name == "aten.sum.default":
-        return int(found[0] or 0) * tensors[0].numel()
+        return int(found[0] or 0) * int(tensors[0].numel())
     with _disable_current_modes():
         numbers = tree_map_only(torch.Tensor, lambda one: torch.tensor(values[id(one)]), args)
         made = (torch.clone if name in ("aten._to_copy.default", "aten.clone.default") else func)(*numbers)

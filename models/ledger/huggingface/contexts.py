@@ -234,8 +234,8 @@ def _backward(job: TrainingJob, convention: Mapping[str, Any]) -> BackwardRules:
 def _cache(job: TrainingJob, convention: Mapping[str, Any]) -> Cache:
     """Networks switch the cache off where they checkpoint."""
     copies = convention.get("outputs_have_cache") and job.activation_checkpointing.mode == "none"
-    length = {"does": "copies", "length": job.sequence_length} if copies else {}
-    return Cache(latent=bool(convention.get("latent_cache", True)), **length)
+    latent, does = bool(convention.get("latent_cache", True)), "copies" if copies else ""
+    return Cache(does=does, latent=latent, length=job.sequence_length if copies else 0)
 
 
 def _packing(job: TrainingJob) -> Packing:
