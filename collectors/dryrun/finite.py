@@ -34,17 +34,24 @@ _SHAPES = {
     *(f"aten.{name}" for name in ("squeeze.default", "squeeze.dim", "select.int", "max.default", "min.default")),
 }
 """Operators whose result has the value that all their arguments have."""
+_FOLLOWS = _ALIKE | _SHAPES | {"aten.sum.default"}
 
 
 def follow(func: Any, args: Any, result: Any) -> None:
     """Note the value that all elements of `result` have, if that follows."""
     name = label(func)
-    known = name in _NEVER or name in _COMPARISONS or name in _OF_ITSELF or name in _ALIKE or name in _SHAPES
-    if not (known or name == "aten.sum.default") or not isinstance(result, FakeTensor) or value_of(result) is not None:
+    asks = name in _NEVER or name in _COMPARISONS or name in _OF_ITSELF
+    if not asks and not (name in _FOLLOWS and any(hasattr(one, "of_finite") for one in _first_two(args))):
+        return
+    if not isinstance(result, FakeTensor) or value_of(result) is not None:
         return
     value = _value(func, name, args)
     if value is not None:
         result.of_finite = value, _version(result)
+
+
+def _first_two(args: Any) -> list[Any]:
+    return [*(args[0][:1] if isinstance(args[0], (list, tuple)) else args[:1]), *args[1:2]] if args else []
 
 
 def value_if_finite(tensor: Any) -> float | bool | None:
