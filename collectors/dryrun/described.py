@@ -19,7 +19,7 @@ from peakcast.collectors.dryrun.losses import loss_of, packages
 from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.steps import ScriptSteps
 from peakcast.collectors.dryrun.unsaid import unsaid
-from peakcast.collectors.dryrun.wrapped import DTYPES, layout, mixed, offloads
+from peakcast.collectors.dryrun.wrapped import DTYPES, layout, mixed, of_deepspeed, offloads
 
 OPTIMIZERS = {
     "adamw": "adamw", "adam": "adam", "sgd": "sgd", "adafactor": "adafactor", "muon": "muon", "lion": "lion",
@@ -73,14 +73,14 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         "loss": loss,
         "framework_options": {
             **({"autocast": True} if steps.autocast else {}),
-            **(options if config is not None else {}),
+            **({**options, **of_deepspeed(steps.networks)} if config is not None else {}),
             **kernels,
             **_widened(network, config),
             **_multiplied(network, config, computed or (steps.autocast and DTYPES.get(steps.autocast)) or weights),
             **_library(steps.optimizers, framework),
             **_of_the_loop(steps, framework, config),
         },
-        "offload": dict.fromkeys(("parameters", "optimizer"), offloads(steps.networks)),
+        "offload": offloads(steps.networks),
         "compile": _compiled(network),
         "parallelism": parallelism,
         "batch": {"shortest_sequence": max(1, parts * min(steps.lengths.of_steps))} if steps.lengths.change else {},
@@ -190,7 +190,8 @@ def _of_the_loop(steps: ScriptSteps, framework: str, config: Any) -> dict[str, b
     if config is None or framework not in LOOPS or steps.loop == "transformers":
         return {}
     own = {"trainer": False} if framework == "huggingface" else {}
-    return {**own, "outputs_dropped": not steps.output_bytes}
+    dropped = not (steps.output_bytes or steps.cache_bytes)
+    return {**own, "outputs_dropped": dropped, "outputs_have_cache": bool(steps.cache_bytes)}
 
 
 def _versions(steps: ScriptSteps, framework: str) -> dict[str, str]:
@@ -367,7 +368,11 @@ def _told(job: dict[str, Any]) -> dict[str, Any]:
     except PeakcastError:
         job = {**job, "parallelism": alike}
         plain = conventions(job_from_mapping({**job, "framework_options": {}}))
-    options = {name: value for name, value in job["framework_options"].items() if plain.get(name, value) != value}
+    precision = job["precision"]
+    # without mixed precision gradients are reduced as they are, unless the job itself says otherwise
+    own = {"fsdp_reduce_dtype"} if precision["parameters"] == precision["compute"] else set()
+    found = job["framework_options"].items()
+    options = {name: value for name, value in found if name in own or plain.get(name, value) != value}
     return {**job, "framework_options": options}
 
 

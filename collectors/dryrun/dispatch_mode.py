@@ -26,7 +26,7 @@ from torch.nested._internal.nested_int import NestedIntNode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from peakcast.collectors.dryrun import checks, collective_values
+from peakcast.collectors.dryrun import checks, collective_values, finite
 from peakcast.collectors.dryrun.noted import RunFindings, asking
 from peakcast.collectors.dryrun.resizing import Resizing
 from peakcast.collectors.tracing import copied_tensors
@@ -93,6 +93,7 @@ class ScriptMode(KnownValuesMode):
         finally:
             self._on_fake_weights = outer
         collective_values.follow(func, args, kwargs, result)
+        finite.follow(func, args, result)
         if label(func) in ("aten.sum.default", "aten.count_nonzero.default") and _is_mask(args[0]):
             result.counted = args[0].numel()
         if self.resizing is not None:
@@ -167,16 +168,19 @@ class ScriptMode(KnownValuesMode):
         )
 
     def _value(self, func: Any, args: Any) -> Any:
-        """A plausible value: 1 for a number, the largest possible for a count; for a boolean, that with which the script
-        raises no error, or else False."""
+        """A plausible value: that of finite numbers, if it follows from that; else 1 for a number, the largest possible for
+        a count; for a boolean, that with which the script raises no error, or else False."""
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
         dtype = tensor.dtype if tensor is not None else torch.bool
-        answer: Any
-        if func is aten._local_scalar_dense.default and dtype is not torch.bool:
+        answer: Any = finite.value_if_finite(tensor)
+        checked = checks.expected(asking()) if dtype is torch.bool else None
+        if answer is not None and checked is None:
+            pass
+        elif func is aten._local_scalar_dense.default and dtype is not torch.bool:
             count = getattr(tensor, "counted", None)
             answer = 1.0 if dtype.is_floating_point else 1 if count is None else count
         else:
-            answer = bool(checks.expected(asking()))
+            answer = bool(checked)
         self.notes.value("a truth value" if isinstance(answer, bool) else f"a {str(dtype).removeprefix('torch.')}", answer)
         return answer
 

@@ -1,15 +1,18 @@
-"""Replaces texts that a script downloads and that cannot be fetched by texts of words, with a note for the user."""
+"""Replaces texts and rows that a script downloads and that cannot be fetched by made-up ones, with a note for the user."""
 
 from __future__ import annotations
 
 import email.message
 import io
+import tempfile
 import urllib.parse
 import urllib.request
 import urllib.response
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from peakcast.collectors.dryrun import file_rows
 from peakcast.collectors.dryrun.noted import RunFindings, asker
 from peakcast.collectors.dryrun.token_files import words
 from peakcast.collectors.tracing.imports import when_imported
@@ -22,10 +25,12 @@ OF_THE_HUB = "/resolve/"
 
 
 class Downloads:
-    """Texts in the place of downloads that fail; each is reported to `notes`. Other kinds of files fail as they would."""
+    """Texts, and rows of `lengths` words, in the place of downloads that fail; each is reported to `notes`. Other kinds of
+    files fail as they would."""
 
-    def __init__(self, notes: RunFindings) -> None:
+    def __init__(self, notes: RunFindings, lengths: tuple[int, int]) -> None:
         self._notes = notes
+        self._lengths = lengths
 
     def install(self) -> None:
         """Install it in this process."""
@@ -38,9 +43,9 @@ class Downloads:
                 return fetch(url, *arguments, **keywords)
             except OSError:
                 address = url.full_url if isinstance(url, urllib.request.Request) else str(url)
-                if not self._stands_in(address):
+                if (made := self._stands_in(address)) is None:
                     raise
-                return urllib.response.addinfourl(io.BytesIO(words().encode()), email.message.Message(), address, 200)
+                return urllib.response.addinfourl(io.BytesIO(made), email.message.Message(), address, 200)
 
         return opened
 
@@ -51,22 +56,32 @@ class Downloads:
             try:
                 return fetch(session, method, url, *arguments, **keywords)
             except OSError:  # as all errors of requests are
-                if not self._stands_in(str(url)):
+                if (made := self._stands_in(str(url))) is None:
                     raise
                 answer = module.Response()
                 answer.status_code, answer.url, answer.encoding = 200, str(url), "utf-8"
-                answer.raw = io.BytesIO(words().encode())
+                answer.raw = io.BytesIO(made)
                 return answer
 
         module.Session.request = request
 
-    def _stands_in(self, address: str) -> bool:
-        """Whether a text stands in for what is at `address`."""
+    def _stands_in(self, address: str) -> bytes | None:
+        """What stands in for what is at `address`; None if nothing does."""
         path = urllib.parse.urlparse(address).path
         name = path.rpartition("/")[2]
-        if not name.endswith(".txt") or (asker(BY_ITSELF) is None and OF_THE_HUB in path):
-            return False
-        self._notes.add(
-            "script_part_skipped", "command", f"{name} cannot be downloaded here: a text of words stood in for it."
-        )
-        return True
+        if asker(BY_ITSELF) is None and OF_THE_HUB in path:
+            return None
+        if name.endswith(".txt"):
+            made, said = words().encode(), "a text of words"
+        elif file_rows.holds_rows(path):
+            made, said = self._rows(name), f"{file_rows.NUM_ROWS} rows"
+        else:
+            return None
+        sentence = f"{name} cannot be downloaded here: {said} stood in for it."
+        self._notes.add("script_part_skipped", "command", sentence)
+        return made
+
+    def _rows(self, name: str) -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            file_rows.write(place := Path(folder) / "rows", name, *self._lengths)
+            return place.read_bytes()

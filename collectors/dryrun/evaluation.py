@@ -105,9 +105,9 @@ class Evaluations:
         lines = enumerate(text_of_script().splitlines(), 1)
         return any(".eval()" in line and number not in self._lines for number, line in lines)
 
-    def said(self, trained: set[int]) -> tuple[str, ...]:
+    def said(self, trained: set[int], end: int) -> tuple[str, ...]:
         """Sentences about what was counted, once everything has run. An evaluation that is to be skipped is removed from
-        the tracer. `trained`: the `id`s of the parameters that optimizers have."""
+        the tracer. `trained`: the `id`s of the parameters that optimizers have; `end`: that of the last step."""
         found = [one for one in self._seen if any(id(parameter) in trained for parameter in one.network.parameters())]
         if self.come_later:
             self._notes.add(CODE, PARAMETER, LATER, "more")
@@ -119,6 +119,10 @@ class Evaluations:
                 self._leave_out(one)
             self._notes.add(CODE, PARAMETER, f"the evaluation at {places} is left out, as --skip-evaluation asks.")
             return ()
+        peak = self._tracer.timeline(0, end, self.fullest()).peak()
+        if peak.instant >= end or any(one.start <= peak.instant < self._stop(one) for one in found):
+            sentence = f"the peak is in the evaluation at {places}; how much training needs, --skip-evaluation says."
+            self._notes.add("peak_in_evaluation", PARAMETER, sentence)
         most = max(self._tracer.timeline(one.start, self._stop(one)).peak().num_bytes for one in found)
         return (f"the evaluation at {places} counts, with {format_gib(most)} at most; --skip-evaluation leaves it out.",)
 

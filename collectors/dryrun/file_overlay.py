@@ -1,5 +1,5 @@
 """Keeps a script's files in a temporary folder: what it writes goes there and is read back from there; what it deletes is
-not really deleted.
+no longer there for it, and not really deleted.
 
 Python's own functions are redirected there (`install`). An audit hook of the interpreter refuses everything else that would
 write outside, and every socket that would listen.
@@ -32,6 +32,8 @@ class Overlay:
         self.folder = str(folder.resolve())
         self._written = os.path.join(self.folder, "written")
         self._stat = os.stat
+        self._removed: set[str] = set()
+        """Files and folders that were there before, and that the script has deleted."""
 
     def is_inside(self, path: str) -> bool:
         """Whether `path` may be written directly."""
@@ -47,7 +49,20 @@ class Overlay:
     def read(self, path: Any) -> Any:
         """The path from which `path` is read: the written copy, if there is one."""
         shadow = self.shadow(path)
-        return shadow if shadow is not None and self._is_there(shadow) else path
+        return shadow if shadow is not None and (self.is_removed(path) or self._is_there(shadow)) else path
+
+    def remove(self, path: Any) -> None:
+        """Note that the script has deleted `path`."""
+        name = os.path.abspath(os.fsdecode(path))
+        if self._is_there(name):
+            self._removed.add(name)
+
+    def is_removed(self, path: Any) -> bool:
+        """Whether the script has deleted `path`, or a folder that it was in."""
+        if not self._removed:
+            return False
+        name = os.path.abspath(os.fsdecode(path))
+        return any(name == one or name.startswith(one + os.sep) for one in self._removed)
 
     def write(self, path: Any, *, keeps: bool) -> Any:
         """The path to which `path` is written; `keeps`: its present content is copied there first."""
@@ -57,7 +72,7 @@ class Overlay:
         _make_folders(os.path.dirname(shadow))
         if keeps and not self._is_there(shadow):
             name = os.path.abspath(os.fsdecode(path))
-            if os.path.isfile(name) and os.path.getsize(name) <= LARGEST_COPY_BYTES:
+            if not self.is_removed(name) and os.path.isfile(name) and os.path.getsize(name) <= LARGEST_COPY_BYTES:
                 shutil.copyfile(name, shadow)
         return shadow
 
@@ -114,7 +129,8 @@ def _install_reading(overlay: Overlay) -> None:
         shadow = overlay.shadow(path)
         written = listed(shadow) if shadow is not None and os.path.isdir(shadow) else []
         try:
-            return list(dict.fromkeys((*listed(path), *written)))
+            there = (name for name in listed(path) if not overlay.is_removed(os.path.join(path or ".", name)))
+            return list(dict.fromkeys((*there, *written)))
         except FileNotFoundError:
             if shadow is None or not os.path.isdir(shadow):
                 raise
@@ -146,15 +162,17 @@ def _install_making(overlay: Overlay) -> None:
 def _install_removing(overlay: Overlay) -> None:
     """Files that were there before the dry run are not removed."""
 
-    def removing(function: Callable[..., Any]) -> Callable[..., None]:
+    def removing(function: Callable[..., Any], *, deletes: bool) -> Callable[..., None]:
         def remove(path: Any, *arguments: Any, **keywords: Any) -> None:
             if keywords.get("dir_fd") is not None:  # shutil.rmtree, within folders that it may remove
                 if overlay.is_inside(os.path.join(os.readlink(f"/proc/self/fd/{keywords['dir_fd']}"), os.fsdecode(path))):
                     function(path, *arguments, **keywords)
                 return
-            shadow = overlay.shadow(path)
-            if shadow is None or overlay.read(path) == shadow:
-                function(shadow or path, *arguments, **keywords)
+            shadow, place = overlay.shadow(path), overlay.read(path)
+            if place != path or shadow is None:
+                function(place, *arguments, **keywords)
+            if shadow is not None and deletes:
+                overlay.remove(path)
 
         return remove
 
@@ -164,9 +182,11 @@ def _install_removing(overlay: Overlay) -> None:
         place = overlay.read(path)
         if overlay.shadow(path) is None or place != path:
             removed(place, *arguments, **keywords)
+        if overlay.shadow(path) is not None:
+            overlay.remove(path)
 
     for name in ("remove", "unlink", "rmdir", "chmod", "utime", "chown"):
-        setattr(os, name, removing(getattr(os, name)))
+        setattr(os, name, removing(getattr(os, name), deletes=name in ("remove", "unlink", "rmdir")))
     shutil.rmtree = remove_tree  # type: ignore[assignment]
 
 

@@ -22,6 +22,8 @@ TURNS = ("messages", "conversations", "conversation")
 Stanford Alpaca's, and ShareGPT's."""
 ROLES = (("user", "human"), ("assistant", "gpt"))
 """Role of a turn -> its name in ShareGPT's form."""
+OF_FORMS = {"alpaca": ("instruction", "input", "output"), "sharegpt": ("conversations",)}
+"""Word in the name of a file that says its form -> the keys of that."""
 LINES = (".jsonl", ".ndjson")
 """Suffixes of files that never hold anything but rows."""
 TABLES = (".json", ".csv", ".tsv", ".parquet")
@@ -47,9 +49,13 @@ def holds_rows(path: str) -> bool:
     return suffix in LINES or (suffix in TABLES and bool((words | folder) & OF_DATA) and not words & ABOUT)
 
 
-def write(path: Path, suffix: str, shortest: int, longest: int) -> None:
-    """Write `NUM_ROWS` rows, whose sequences have `shortest` to `longest` words, in the format of `suffix`."""
+def write(path: Path, name: str, shortest: int, longest: int) -> None:
+    """Write `NUM_ROWS` rows, whose sequences have `shortest` to `longest` words, as a file of this `name` has them."""
+    suffix = PurePath(name).suffix.lower()
+    form = next((keys for word, keys in OF_FORMS.items() if word in name.lower()), None)
     rows = [_row(length) for length in drawn(shortest, longest, NUM_ROWS)]
+    if form is not None:
+        rows = [{key: row[key] for key in form} for row in rows]
     if suffix == ".parquet":
         import pyarrow
         from pyarrow import parquet

@@ -27,6 +27,8 @@ def loss_of(steps: ScriptSteps, network: torch.nn.Module) -> tuple[dict[str, Any
     """(a job's loss, the framework options of its kernels) of a `network` of transformers."""
     kind = next((KINDS[base.__name__] for base in type(steps.trainer).__mro__ if base.__name__ in KINDS), "")
     loss: dict[str, Any] = {"kind": kind, **_reference(steps.trainer, kind)} if kind else {}
+    if kind == "grpo" and (most := getattr(steps.trainer, "max_completion_length", None)):
+        loss["completion_length"] = min(most, max(1, (steps.tokens or (1,))[-1] - 1))  # only its words have logits
     options = _of_layers(network)
     headed = [part for part in network.modules() if _head(part) is not None]
     if not headed or id(_head(headed[0])) in steps.ran:  # the head was called, and not its weight given to a kernel

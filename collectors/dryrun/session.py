@@ -90,7 +90,7 @@ class Session:
         files = token_files.TokenFiles(self.overlay, self.notes, of_rows(self.question["lengths"]))
         files.install()
         checked_files.install(files.stand_in)
-        Downloads(self.notes).install()
+        Downloads(self.notes, of_rows(self.question["lengths"])).install()
         byte_tokenizers.install(self.notes)
         byte_pieces.install(self.notes)
         absent_packages.AbsentPackages(self.notes).install()
@@ -112,7 +112,16 @@ class Session:
 
     def _stand_in_for_programs(self) -> None:
         """Replace what the script would start or load: other programs, its children, kernels, pretrained weights."""
-        from peakcast.collectors.dryrun import generation, graphs, lightning_launch, outside, pretrained, programs, rewards
+        from peakcast.collectors.dryrun import (
+            generation,
+            graphs,
+            lightning_launch,
+            litgpt_checkpoints,
+            outside,
+            pretrained,
+            programs,
+            rewards,
+        )
         from peakcast.collectors.dryrun.children import Children
         from peakcast.collectors.dryrun.kernel_packages import KernelPackages
         from peakcast.collectors.dryrun.lengths import of_rows
@@ -126,6 +135,7 @@ class Session:
         programs.install_python(self.question)
         RankCounts(self.question, self.notes).install()
         lightning_launch.install(self.question)
+        litgpt_checkpoints.install(self.notes, Path(self.question["folder"]))
         KernelPackages(self.notes).install()
         pretrained.Stand(self.notes, of_rows(self.question["lengths"])).install()
 
@@ -197,6 +207,12 @@ class Session:
             peaks = self.peaks.said(self.steps.spans[-1][1])
         if remark := self.steps.lengths.remark():
             self.notes.add("script_part_skipped", "lengths", remark)
+        if {"mode": "none"} in self.steps.checkpointing.values():
+            sentence = (
+                "gradient checkpointing is on, but the network is in evaluation mode, as from_pretrained leaves it, in "
+                "which transformers recomputes nothing; call model.train() before the loop."
+            )
+            self.notes.add("recomputation_off", "activation_checkpointing", sentence)
         say(self.notes, self.question.get("torch"), text_of_script(), autocast=self.steps.autocast is not None)
         answer = {
             "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},

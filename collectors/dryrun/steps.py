@@ -46,7 +46,8 @@ class ScriptSteps:
         self.optimizers: list[Any] = []
         """Optimizers that step, in the order in which they first did."""
         self.micro_batches = 0
-        """Number of backwards since the last step; once that has ended, of the last step."""
+        """Number of micro-batches of the last step that has ended: of its backwards, but not more than its networks ran
+        forward, as a loss may go backward in pieces (torchtitan's `ChunkedCELoss`)."""
         self.tokens: tuple[int, ...] = ()
         """Shape of the largest batch of tokens that an embedding got."""
         self.inputs: tuple[int, ...] = ()
@@ -66,6 +67,8 @@ class ScriptSteps:
         """Bytes of what a network returned, beside the loss, that still exist when the optimizer steps."""
         self.cache_bytes = 0
         """Bytes of keys and values that a network returned and that still exist when the optimizer steps."""
+        self.gradient_bytes = 0
+        """Bytes of gradients of the step before while a network runs forward: `zero_grad` comes later, or keeps them."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._cached: list[weakref.ref[torch.Tensor]] = []
         self._enough = enough
@@ -76,6 +79,8 @@ class ScriptSteps:
         self._depth = 0
         self._stepped = False
         self._backwards = 0
+        self._forwards = 0
+        """Forwards of outermost networks, to be trained, since the last step."""
         self._has_gradients = False
         self._after_step: int | None = None
         """The first operation after the last step of an optimizer, while no module has run: functions of tensors do not say
@@ -130,7 +135,7 @@ class ScriptSteps:
     def evaluated(self) -> tuple[str, ...]:
         """Sentences about evaluations, which afterwards are in the form in which they count."""
         held = (one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"])
-        return self.evaluations.said({id(one) for one in held})
+        return self.evaluations.said({id(one) for one in held}, self.spans[-1][1])
 
     def close(self) -> None:
         """End a step that was not followed by another forward."""
@@ -160,6 +165,7 @@ class ScriptSteps:
                 self._meet(part)
             if torch.is_grad_enabled():
                 self.inputs = max(self.inputs, _batch(inputs), key=math.prod)
+                self._count_forward(part)
             self.runs(part)
             if begins or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
                 self.tracer.phase = Phase.FORWARD
@@ -261,6 +267,13 @@ class ScriptSteps:
     def _gradients_are_gone(self) -> bool:
         return all(one.grad is None for network in self.networks for one in network.parameters())
 
+    def _count_forward(self, network: torch.nn.Module) -> None:
+        """Count a forward of an outermost `network`, and at a step's first the gradients of the step before."""
+        self._forwards += any(network is one for one in self.networks)
+        if self._forwards == 1 and self.spans and not self._backwards:
+            held = {id(one): one.grad for part in self.networks for one in part.parameters()}
+            self.gradient_bytes = sum(one.nbytes for one in held.values() if one is not None)
+
     def _end_step(self, end: int | None = None) -> None:
         """End a step, now or at an operation that was the last one's `end`."""
         if end is None:
@@ -273,7 +286,8 @@ class ScriptSteps:
         self.patience.end_step()
         self._stepped = self._has_gradients = False
         self._after_step = None
-        self.micro_batches, self._backwards = self._backwards, 0
+        self.micro_batches = min(self._backwards, self._forwards or self._backwards)
+        self._backwards = self._forwards = 0
 
 
 LOOPS = {"transformers.trainer": "transformers", "accelerate.optimizer": "accelerate"}

@@ -148,7 +148,7 @@ class TokenFiles:
         name = os.fspath(path)
         place = self._overlay.write(name, keeps=False)
         if kind not in SUFFIXES:
-            file_rows.write(Path(place), kind, *self._lengths)
+            file_rows.write(Path(place), os.path.basename(name), *self._lengths)
         else:
             _write(Path(place), kind, _text(whose))
         like = re.sub(r"\d+", "*", os.path.basename(name))

@@ -29,9 +29,19 @@ def unsaid(steps: ScriptSteps, network: torch.nn.Module, config: Any, *, adapter
         yield "its decoder's sequences have a length of their own"
     if beside := _beside(steps, network):
         yield f"another network runs beside the one that is trained, with weights of {format_gib(beside)}"
+    weights = {one.dtype for one in network.parameters() if one.is_floating_point()}
+    if steps.autocast and (others := weights - {steps.autocast, torch.float32}):
+        named = ", ".join(sorted(str(one).removeprefix("torch.") for one in others))
+        narrow = str(steps.autocast).removeprefix("torch.")
+        yield f"autocast computes in {narrow} with weights in {named}, and what both meet in is float32"
+    if steps.gradient_bytes:
+        yield (
+            f"gradients stay until after the next forward, where zero_grad comes ({format_gib(steps.gradient_bytes)} that "
+            "a zero_grad behind the optimizer's step frees)"
+        )
     if steps.output_bytes and steps.loop != "transformers" and not of_loops:
         yield f"the network's outputs stay until the next forward has returned ({format_gib(steps.output_bytes)})"
-    if steps.cache_bytes:
+    if steps.cache_bytes and not of_loops:
         yield (
             f"keys and values of all layers stay with the network's outputs until the next forward has returned "
             f"({format_gib(steps.cache_bytes)}; use_cache=False leaves them out)"
@@ -45,10 +55,10 @@ def _trained_share(network: torch.nn.Module) -> float:
 
 
 def _beside(steps: ScriptSteps, network: torch.nn.Module) -> int:
-    """Bytes of the weights of networks that are not trained, such as a teacher; 0 if a job names the one that there is, the
-    reference of a preference loss."""
+    """Bytes of the weights of other networks, such as a teacher, whose weights may be said to need gradients and are in no
+    optimizer; 0 if a job names the one that there is, the reference of a preference loss."""
     if loss_of(steps, network)[0].get("reference") == "model":
         return 0
     own = {id(one) for one in network.parameters()}
-    others = {id(one): one for part in steps.networks for one in part.parameters() if not one.requires_grad}
+    others = {id(one): one for part in steps.networks for one in part.parameters()}
     return sum(one.nbytes for key, one in others.items() if key not in own)

@@ -44,15 +44,45 @@ def layout(networks: Sequence[torch.nn.Module]) -> tuple[dict[str, Any], dict[st
     return {}, {**bucket, "ddp_gradient_as_bucket_view": bool(replicated.gradient_as_bucket_view)}
 
 
-def offloads(networks: Sequence[torch.nn.Module]) -> bool:
-    """Whether FSDP keeps weights on the host."""
+def offloads(networks: Sequence[torch.nn.Module]) -> dict[str, bool]:
+    """Which of weights and optimizer states FSDP or DeepSpeed keeps on the host; FSDP both or neither."""
     for part in _parts(networks):
+        if _is_engine(part):
+            settings = part._config.zero_config
+            devices = {"parameters": settings.offload_param, "optimizer": settings.offload_optimizer}
+            return {name: one is not None and one.device != "none" for name, one in devices.items()}
         group = _group(part)
-        if group is not None and isinstance(group.offload_policy, CPUOffloadPolicy):
-            return True
-        if isinstance(part, FullyShardedDataParallel) and part.cpu_offload.offload_params:
-            return True
-    return False
+        of_fsdp2 = group is not None and isinstance(group.offload_policy, CPUOffloadPolicy)
+        if of_fsdp2 or (isinstance(part, FullyShardedDataParallel) and part.cpu_offload.offload_params):
+            return {"parameters": True, "optimizer": True}
+    return {"parameters": False, "optimizer": False}
+
+
+OF_ZERO = {
+    **{name: name for name in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "contiguous_gradients")},
+    **{name: name for name in ("reduce_scatter", "round_robin_gradients")},
+    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
+    "stage3_param_persistence_threshold": "param_persistence_threshold",
+    "stage3_max_reuse_distance": "max_reuse_distance",
+    "stage3_max_live_parameters": "max_live_parameters",
+}
+"""Option of a job -> the setting of DeepSpeed's `DeepSpeedZeroConfig`."""
+
+
+def of_deepspeed(networks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """The framework options of a DeepSpeed engine, as its configuration came out ("auto" is a number by then)."""
+    engine = next((part for part in _parts(networks) if _is_engine(part)), None)
+    if engine is None or not engine.zero_optimization_stage():
+        return {}
+    settings = engine._config.zero_config
+    overlaps = bool(settings.overlap_comm)
+    own = {"overlap_comm": overlaps} if overlaps != (engine.zero_optimization_stage() == 3) else {}
+    found = {option: getattr(settings, name) for option, name in OF_ZERO.items()}
+    return {**own, **{option: value if isinstance(value, bool) else int(value) for option, value in found.items()}}
+
+
+def _is_engine(part: torch.nn.Module) -> bool:
+    return type(part).__name__ == "DeepSpeedEngine"
 
 
 def _of_fsdp1(units: Sequence[FullyShardedDataParallel]) -> tuple[dict[str, Any], dict[str, Any]]:

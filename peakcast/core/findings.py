@@ -80,6 +80,8 @@ KINDS = {
     "value_assumed": Kind("a script that ran on fake tensors read a value that only a run on data has, and was given one"),
     "timing_assumed": Kind("what a script keeps depends on how fast CPU and GPU are, which a dry run does not measure"),
     "job_differs": Kind("the job that a dry run describes lacks something that its script does"),
+    "peak_in_evaluation": Kind("the peak of a script is in its evaluation, not in a training step"),
+    "recomputation_off": Kind("a script asks for recomputation in a mode in which its library does none"),
     "script_part_skipped": Kind("a part of a script, such as saving a checkpoint, that a dry run skips"),
     "outside_estimated": Kind(
         "what lies outside PyTorch's allocator is an estimate, and a large share of a small peak", routine=True

@@ -43,6 +43,12 @@ CELLS = {
         "gradient_accumulation_steps": 3,
         "framework_options": {"fsdp1_units": "layers_with_adapters", "accumulates_without_sync": True},
     },
+    "fsdp2_narrow_weights_reduced_wide": {
+        **SHORT,
+        "framework": "torch",
+        "parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"},
+        "framework_options": {"fsdp_reduce_dtype": "float32"},
+    },
     "fsdp1_every_module": {  # with its peak in the loss
         "sequence_length": 1024,
         "framework": "torch",

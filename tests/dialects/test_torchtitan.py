@@ -133,6 +133,8 @@ def test_float8_is_read_with_what_is_gathered_and_scaled():
 def test_the_dtype_of_reductions_is_read():
     training = {"local_batch_size": 1, "mixed_precision_reduce": "bfloat16"}
     assert read(LLAMA, training=training).job.framework_options["fsdp_reduce_dtype"] == "bfloat16"
+    narrow = {"local_batch_size": 1, "dtype": "bfloat16"}
+    assert read(LLAMA, training=narrow).job.framework_options["fsdp_reduce_dtype"] == "float32"
 
 
 def test_a_step_inside_backward_is_an_optimizer_for_each_parameter():

@@ -99,3 +99,19 @@ def test_programs_of_a_script_write_in_its_folder_only(tmp_path):
 
 def test_a_folder_that_is_not_there_is_no_error(tmp_path):
     assert not confine(tmp_path / "absent")
+
+
+def test_what_a_script_deletes_is_not_there_for_it_and_stays(tmp_path):
+    from peakcast.collectors.dryrun.file_overlay import Overlay
+
+    (tmp_path / "out").mkdir()
+    kept = tmp_path / "out" / "log.txt"
+    kept.write_text("old")
+    overlay = Overlay(tmp_path / "temporary")
+    overlay.remove(tmp_path / "out")
+    assert not Path(overlay.read(kept)).exists()
+    made = Path(overlay.write(kept, keeps=True))
+    assert not made.exists()
+    made.write_text("new")
+    assert Path(overlay.read(kept)).read_text() == "new"
+    assert kept.read_text() == "old"

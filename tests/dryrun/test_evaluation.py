@@ -49,6 +49,8 @@ def test_evaluation_is_counted_or_left_out():
     (said,) = [said for said in counted.answer.assumptions if "evaluation" in said]
     assert "test_evaluation.py:28 counts" in said
     assert any("test_evaluation.py:28 is left out" in warning for warning in skipped.answer.warnings)
+    codes = ({finding.code for finding in found.answer.findings} for found in (counted, skipped))
+    assert ["peak_in_evaluation" in found for found in codes] == [True, False]
     assert not any("evaluation" in said for said in (*without.answer.assumptions, *without.answer.warnings))
     assert "generation and saving checkpoints during the run" in counted.answer.not_modelled
     assert "evaluation, generation and saving checkpoints during the run" in skipped.answer.not_modelled
@@ -107,7 +109,7 @@ def test_an_evaluation_that_was_not_reached_is_said(monkeypatch):
     ):
         monkeypatch.setattr(evaluation, "text_of_script", lambda text=text: text)
         notes = RunFindings()
-        evaluation.Evaluations(Tracer(), notes, skip=skip).said(set())
+        evaluation.Evaluations(Tracer(), notes, skip=skip).said(set(), 0)
         assert [finding.direction for finding in notes.findings] == expected
 
 

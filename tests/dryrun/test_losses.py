@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,3 +58,15 @@ def test_kernels_of_liger_are_those_that_run(run_script, checkpoint):
     assert [options.get(name) for name in kernels] == ["tiles", "fused", "fused", "fused"]
     expected = ledger(found.job, device=catalog.gpu("H100-80GB"), rank=0, step="steady").peak()
     assert expected.num_bytes == pytest.approx(found.timelines["steady"].peak().num_bytes, rel=2e-3)
+
+
+def test_only_words_of_completions_have_logits_in_grpo():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from peakcast.collectors.dryrun.losses import loss_of
+
+    sizes = {name: LLAMA[name] // 8 for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    trainer = type("GRPOTrainer", (), {"max_completion_length": 16, "beta": 0.0, "ref_model": None})()
+    steps = SimpleNamespace(trainer=trainer, tokens=(8, 24), ran=set())
+    loss, _ = loss_of(steps, LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)))
+    assert loss == {"kind": "grpo", "reference": "none", "completion_length": 16}

@@ -76,3 +76,33 @@ def test_products_that_compiled_code_calls_take_a_workspace_as_others_do():
     for name in ("mm", "bmm", "baddbmm", "addmm"):
         operator = getattr(torch.ops.aten, name)
         assert RULES[label(operator.out)] is RULES[label(operator.default)]
+
+
+def test_a_loss_that_goes_backward_in_pieces_is_one_micro_batch():
+    """torchtitan's `ChunkedCELoss` calls the head of the network for each piece of the hidden states."""
+
+    def train():
+        import torch
+        from torch import nn
+
+        class Words(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+            def forward(self, tokens):
+                return self.table(tokens)
+
+        network = Words().cuda()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        for _ in range(3):
+            tokens = torch.ones(BATCH, LENGTH, dtype=torch.long, device="cuda")
+            hidden = network(tokens)
+            pieces = [piece.detach().requires_grad_() for piece in hidden.chunk(4, dim=1)]
+            for piece, labels in zip(pieces, tokens.chunk(4, dim=1), strict=True):
+                nn.functional.cross_entropy(network.head(piece).flatten(0, 1), labels.flatten()).backward()
+            hidden.backward(torch.cat([piece.grad for piece in pieces], dim=1))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert peakcast.dryrun(train, "A100-80GB").job.gradient_accumulation_steps == 1

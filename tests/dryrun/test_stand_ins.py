@@ -144,7 +144,7 @@ def test_rows_of_a_file_have_the_keys_of_training_data(suffix, tmp_path):
     from peakcast.collectors.dryrun import file_rows
 
     path = tmp_path / f"train{suffix}"
-    file_rows.write(path, suffix, 10, 40)
+    file_rows.write(path, path.name, 10, 40)
     if suffix in (".csv", ".tsv"):
         rows = pandas.read_csv(path, sep="\t" if suffix == ".tsv" else ",").to_dict("records")
     elif suffix == ".parquet":
@@ -162,6 +162,37 @@ def test_rows_of_a_file_have_the_keys_of_training_data(suffix, tmp_path):
         return
     assert [turn["role"] for turn in longest["messages"]] == ["user", "assistant"]
     assert [turn["from"] for turn in longest["conversations"]] == ["human", "gpt"]
+
+
+def test_a_download_of_alpaca_gets_the_keys_of_that(monkeypatch):
+    import io
+
+    from peakcast.collectors.dryrun.downloads import Downloads
+    from peakcast.collectors.dryrun.noted import RunFindings
+
+    def fails(*_):
+        raise OSError
+
+    notes = RunFindings()
+    fetch = Downloads(notes, (10, 40))._opening(fails)
+    rows = json.load(io.TextIOWrapper(fetch("https://example.org/alpaca_data_cleaned.json")))
+    assert set(rows[0]) == {"instruction", "input", "output"}
+    assert "512 rows stood in for it" in notes.findings[0].sentence
+    with pytest.raises(OSError):
+        fetch("https://example.org/weights.bin")
+
+
+@pytest.mark.needs("litgpt", "tokenizers")
+def test_a_checkpoint_of_litgpt_has_the_files_that_it_asks_for(tmp_path):
+    from litgpt.tokenizer import Tokenizer
+    from litgpt.utils import check_valid_checkpoint_dir
+
+    from peakcast.collectors.dryrun.litgpt_checkpoints import _checkpoint
+
+    made = _checkpoint("pythia-14m", tmp_path)
+    check_valid_checkpoint_dir(made, raise_error=True)
+    assert Tokenizer(made).encode("word word").tolist()[-2:] == [3, 3]
+    assert _checkpoint("no such network", tmp_path) is None
 
 
 def test_files_of_tokens_and_rows_are_told_by_their_names():

@@ -273,3 +273,27 @@ def test_known_values_do_not_need_what_zero_init_replaces(monkeypatch):
         made = torch.ones(4)
     monkeypatch.setattr(torch, "full", lambda *_, **__: pytest.fail("it makes tensors on the GPU"))
     assert value_of(made).tolist() == [1.0] * 4
+
+
+def test_numbers_are_taken_to_be_finite():
+    """A loop that skips a step whose loss or gradients are not finite steps, also where no error is raised, and where there
+    are more numbers than values are kept of."""
+
+    def train():
+        import torch
+
+        table = torch.nn.Embedding(1025, 2048, device="cuda")
+        optimizer = torch.optim.SGD(table.parameters())
+        for _ in range(3):
+            loss = table(torch.ones(8, dtype=torch.long, device="cuda")).square().mean()
+            loss.backward()
+            overflows = torch.stack([torch.isnan(one.grad).any() for one in table.parameters()]).any()
+            lost = sum(torch.isinf(one.grad).sum().item() for one in table.parameters())
+            if not torch.isfinite(loss) or not all(torch.isfinite(one.grad).all() for one in table.parameters()):
+                raise SystemExit("skipped")
+            if overflows or lost:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert peakcast.dryrun(train, "A100-80GB").steps == 3

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from peakcast.collectors.stacks.layouts import data_mesh, torchtitan_expert_parallel, torchtitan_experts
@@ -73,7 +74,8 @@ def mixed_precision(job: TrainingJob) -> MixedPrecisionPolicy:
     """Dtypes in which weights are gathered, gradients reduced and outputs returned."""
     mixed = mixed_precision_dtypes(job)
     if mixed is None:
-        return MixedPrecisionPolicy()
+        asked = job.framework_options.get("fsdp_reduce_dtype", "compute")  # narrow weights are gathered as they are
+        return MixedPrecisionPolicy(reduce_dtype=None if asked == "compute" else getattr(torch, asked))
     # accelerate sets the dtype of outputs too (FullyShardedDataParallelPlugin.set_mixed_precision)
     outputs = mixed[0] if job.framework == "huggingface" else None
     return MixedPrecisionPolicy(param_dtype=mixed[0], reduce_dtype=mixed[1], output_dtype=outputs)

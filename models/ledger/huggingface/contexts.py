@@ -90,7 +90,7 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
         compiles_adapters=_compiles_adapters(job),
         backward=_backward(job, convention),
         packing=_packing(job),
-        cache=Cache(latent=bool(convention.get("latent_cache", True))),
+        cache=_cache(job, convention),
         group=group,
         ring=ring_of(job, rank),
         neftune=bool(convention.get("neftune")),
@@ -229,6 +229,13 @@ def _backward(job: TrainingJob, convention: Mapping[str, Any]) -> BackwardRules:
         cached_kinds=frozenset(convention["selective_checkpointing_keeps"]),
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
     )
+
+
+def _cache(job: TrainingJob, convention: Mapping[str, Any]) -> Cache:
+    """Networks switch the cache off where they checkpoint."""
+    copies = convention.get("outputs_have_cache") and job.activation_checkpointing.mode == "none"
+    latent, does = bool(convention.get("latent_cache", True)), "copies" if copies else ""
+    return Cache(does=does, latent=latent, length=job.sequence_length if copies else 0)
 
 
 def _packing(job: TrainingJob) -> Packing:

@@ -7,7 +7,7 @@ live until a moment that no block marks. Their order matters: they are held when
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from peakcast.jobs.conventions import conventions, scores_tokens
@@ -43,6 +43,7 @@ from peakcast.timelines.timeline import Category
 def run_micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_gradients: bool, last: bool) -> BlockRun:
     """Add one micro-batch and return the run of its head. `keeps_gradients`: its gradients are the first, to which those of
     later micro-batches are added; `last`: no other follows in this step."""
+    layers: Mapping[int, BlockRun] = {}
     if job.architecture.kind == "encoder_decoder":
         from peakcast.models.ledger.huggingface.encoder_decoder import encoder_decoder_micro_batch
 
@@ -53,10 +54,11 @@ def run_micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, kee
         blocks = Blocks(job, context)
         network = blocks.network()
         if network is None:
-            loss = _BlockByBlock(timeline, job, context, blocks, keeps_gradients).run()
+            parts = _BlockByBlock(timeline, job, context, blocks, keeps_gradients)
+            loss, layers = parts.run(), parts.runs
         else:
             loss = _compiled_whole(timeline, network, keeps_gradients)
-    hold_outputs(timeline, job, context, loss, last)
+    hold_outputs(timeline, job, context, loss, last, layers)
     return loss
 
 

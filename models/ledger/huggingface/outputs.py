@@ -1,4 +1,5 @@
-"""What the training loop's variable `outputs` refers to: the logits, and what their graph keeps as long as it exists.
+"""What the training loop's variable `outputs` refers to: the logits, what their graph keeps as long as it exists, and the
+cache of keys and values unless `use_cache` is off (convention `outputs_have_cache`).
 
 A plain loop assigns `outputs` again only when the next forward has returned, so two sets of logits exist at once. The
 Trainer drops them before backward or at its end, depending on its release (conventions `trainer` and `outputs_dropped`).
@@ -6,11 +7,16 @@ Trainer drops them before backward or at its end, depending on its release (conv
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention_kernel
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.head import head, logits_bytes_kept_by_outputs
-from peakcast.models.ledger.huggingface.contexts import target_context
+from peakcast.models.ledger.huggingface.blocks.kv_cache import layer_cache_bytes
+from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads
+from peakcast.models.ledger.huggingface.contexts import layer_contexts, target_context
 from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import arguments_of_layers
 from peakcast.models.ledger.tape.step import FOREVER, BlockRun, Step
@@ -18,9 +24,11 @@ from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
 
 
-def hold_outputs(timeline: Step, job: TrainingJob, context: HFContext, loss: BlockRun, last: bool) -> None:
+def hold_outputs(
+    timeline: Step, job: TrainingJob, context: HFContext, loss: BlockRun, last: bool, layers: Mapping[int, BlockRun]
+) -> None:
     """Hold a micro-batch's outputs from forward until now, the end of backward, or, for a plain loop's `last` micro-batch,
-    for the rest of the step. `loss`: the run of its head."""
+    for the rest of the step. `loss`: the run of its head; `layers`: those of its layers."""
     if conventions(job).get("outputs_dropped"):
         return
     target = target_context(context, job)
@@ -31,6 +39,11 @@ def hold_outputs(timeline: Step, job: TrainingJob, context: HFContext, loss: Blo
     timeline.hold("outputs.logits", Category.LOGITS, _logits_bytes(job, target), born, dies, "head")
     for name, num_bytes in _kept_by_graph(job, target):
         timeline.hold(name, Category.ACTIVATIONS, num_bytes, timeline.now, dies, "embedding")
+    for layer, (copied, num_bytes) in _cached(job, context).items():
+        if (run := layers.get(layer)) is not None and run.backward_start is not None:
+            born = run.forward_start + run.template.num_forward
+            born = born if copied else run.backward_start + run.template.num_backward
+            timeline.hold("outputs.past_key_values", Category.ACTIVATIONS, num_bytes, born, dies, run.module)
 
 
 def _outputs_made(job: TrainingJob, loss: BlockRun) -> int:
@@ -63,10 +76,28 @@ def hold_outputs_of_before(
         timeline.hold("outputs.logits", Category.LOGITS, _logits_bytes(job, target), start, loss_made, "head")
         for name, num_bytes in _kept_by_graph(job, target):
             timeline.hold(name, Category.ACTIVATIONS, num_bytes, start, loss_made, "embedding")
+        for layer, (_, num_bytes) in _cached(job, context).items():
+            timeline.hold(
+                "outputs.past_key_values", Category.ACTIVATIONS, num_bytes, start, loss_made, f"layers.{layer}"
+            )
         if job.architecture.kind == "encoder_decoder":
             from peakcast.models.ledger.huggingface.encoder_decoder import outputs_of
 
             timeline.hold_all(outputs_of(job, context), Category.ACTIVATIONS, start, loss_made)
+
+
+def _cached(job: TrainingJob, context: HFContext) -> dict[int, tuple[bool, int]]:
+    """Layer -> whether attention saves repeated copies of its cached keys and values, not these themselves, and their bytes
+    (transformers 5.17 cache_utils.py `DynamicLayer.update`)."""
+    if context.cache.does != "copies":
+        return {}
+    return dict(enumerate(_cache_of(one) for one in layer_contexts(context, job)))
+
+
+def _cache_of(layer: HFContext) -> tuple[bool, int]:
+    shared = attention_kernel(layer) in ("flash", "flash_attention_2", "flex")
+    repeated = attention_key_heads(layer.architecture) != layer.architecture.num_attention_heads
+    return repeated and not shared, sum(layer_cache_bytes(layer, layer.sequence))
 
 
 def _logits_bytes(job: TrainingJob, target: HFContext) -> int:

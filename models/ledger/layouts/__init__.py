@@ -223,8 +223,10 @@ def adapters_are_whole(job: TrainingJob) -> bool:
 
 
 def reduced_bytes(job: TrainingJob) -> int | None:
-    """Bytes of one element of a gradient while FSDP reduces it under mixed precision; None without mixed precision."""
+    """Bytes of one element of a gradient while FSDP reduces it under mixed precision; None without mixed precision. A job
+    of narrow weights can ask for wider sums (`MixedPrecisionPolicy(bfloat16, float32)`)."""
     if not mixes_precision(job):
-        return None
+        asked = job.framework_options.get("fsdp_reduce_dtype", "compute")
+        return int(DTYPE_BYTES[asked]) if job.parallelism.sharding in ("fsdp2", "hsdp") and asked != "compute" else None
     dtype = str(conventions(job)["fsdp_reduce_dtype"])
     return int(DTYPE_BYTES[job.precision.wide_compute if dtype == "compute" else dtype])

@@ -293,8 +293,9 @@ def _options(settings: Settings, chunks: int, *, autocast: bool) -> dict[str, An
     options: dict[str, Any] = {"loss_chunks": chunks} if chunks else {}
     if autocast:
         options["autocast"] = True
-    if settings.one_of("training.mixed_precision_reduce", "float32", ("float32", "bfloat16")) == "bfloat16":
-        options["fsdp_reduce_dtype"] = "bfloat16"
+    reduced = settings.one_of("training.mixed_precision_reduce", "float32", ("float32", "bfloat16"))
+    if reduced == "bfloat16" or settings.raw("training.dtype") == "bfloat16":  # narrow weights do not say it by themselves
+        options["fsdp_reduce_dtype"] = reduced
     reshards = settings.one_of("parallelism.fsdp_reshard_after_forward", "default", ("default", "always", "never"))
     if reshards == "never":
         options["fsdp_reshard_after_forward"] = False

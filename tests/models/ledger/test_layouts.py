@@ -92,6 +92,14 @@ def test_fsdp2_under_mixed_precision_gathers_narrow_and_reduces_wide(job):
     assert timeline.composition(last)[Category.GRADIENTS] == pytest.approx(2 * LAYER * FP32 // 4 + ENDS * BF16, abs=2 * 512)
 
 
+def test_fsdp2_reduces_narrow_weights_as_wide_as_the_job_asks(job):
+    """`MixedPrecisionPolicy(bfloat16, float32)` over weights in bfloat16."""
+    for options, width in (({}, BF16), ({"fsdp_reduce_dtype": "float32"}, FP32)):
+        timeline = ledger(job("fsdp2", framework_options=FrozenMapping(options)))
+        last = max(i for i, label in enumerate(timeline.labels) if label == "reduce_scatter.copy_in")
+        assert timeline.composition(last)[BUFFERS] == ENDS * width
+
+
 def test_without_synchronisation_full_gradients_wait_in_the_dtype_of_the_reduction(job):
     options = FrozenMapping({"accumulates_without_sync": True})
     timeline = ledger(job("fsdp2", precision=MIXED, gradient_accumulation_steps=2, framework_options=options))

@@ -12,6 +12,7 @@ from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads
+from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Tensor
 
@@ -26,7 +27,7 @@ class CacheTurn(NamedTuple):
     """"grows": old and new tensors are concatenated, and the result is kept; "slides": the same, but values are
     concatenated too before the old keys are freed; "stores": new tensors are written into the kept ones; "rolls": they are
     written into a copy shifted by one, which is copied back; "passes": attention gets the new tensors, and the last tokens
-    are kept."""
+    are kept; "copies": in training, an empty cache and the new tensors are concatenated."""
     length: int
     """Number of tokens that attention gets."""
     kept: int
@@ -65,6 +66,8 @@ def layer_cache_bytes(context: HFContext, length: int) -> tuple[int, int]:
 def update_cache(build: BlockBuilder, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`past_key_values.update(k, v)`: the cached tensors, which the step holds; k and v live until both are stored."""
     context, tape, cached = build.context, build.tape, []
+    if context.cache.does == "copies":
+        return ops.copy(tape, k, "key_cache"), ops.copy(tape, v, "value_cache")
     sizes = layer_cache_bytes(context, context.cache.length)
     if context.cache.does == "passes":
         for name, mark in CACHES.items():
