@@ -211,7 +211,7 @@ class EndTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameTraits:
-    """The last parts of its projections' names, with which users write adapter targets."""
+    """The last parts of the names of its projections, token table and head, with which users write adapter targets."""
 
     qkv: str
     q: str
@@ -222,6 +222,9 @@ class NameTraits:
     up: str
     down: str
     gate_up: str
+    table: tuple[str, ...]
+    """Of the token table; of more than one name, some releases have one and some another, or one table has both."""
+    head: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

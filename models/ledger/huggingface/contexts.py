@@ -20,7 +20,6 @@ from peakcast.jobs.conventions import (
     token_scores,
 )
 from peakcast.jobs.spec import TrainingJob
-from peakcast.jobs.trained_parts import copies_head, copies_table
 from peakcast.models.ledger.huggingface.blocks.context import (
     ALL,
     Adapters,
@@ -50,6 +49,7 @@ from peakcast.models.ledger.layouts import (
 )
 from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK, virtual_tokens
 from peakcast.networks.families import family_of
+from peakcast.networks.trained_parts import copies_head, copies_table
 
 COMPILED: dict[tuple[str, str], frozenset[str]] = {
     ("network", "huggingface"): frozenset({"layers", "embedding", "final_norm", "loss", "mask", "network"}),
@@ -179,7 +179,7 @@ def _quantized(job: TrainingJob, convention: Mapping[str, Any]) -> QuantizedLine
     return QuantizedLinears(
         narrow=narrow,
         weights="float16" if convention.get("quantized_from_float16") else weights,
-        multiplies=str(convention.get("quantized_compute_dtype") or narrow),
+        multiplies=str(convention.get("quantized_compute_dtype") or job.precision.wide_compute),
         input_decides=bool(convention.get("quantized_compute_from_input")),
         casts_in_forward=bool(convention.get("quantized_casts_in_forward")),
     )

@@ -12,7 +12,6 @@ from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.spec import ActivationCheckpointing, Optimizer, TrainingJob
-from peakcast.jobs.trained_parts import copies_head, copies_table
 from peakcast.models.ledger.huggingface.blocks.adapter_tensors import ADAPTED_ROLES, NETWORK, network_tensors
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.expert_adapters import expert_adapters
@@ -26,6 +25,7 @@ from peakcast.models.ledger.parameters.quantization import PARAMETERS, quantized
 from peakcast.models.ledger.parameters.tensor import ParameterTensor
 from peakcast.models.ledger.recorded.parameters import recorded_parameters
 from peakcast.models.recipes.shelf import recipe_of
+from peakcast.networks.trained_parts import copies_head, copies_table
 
 QUANTISED_ROLES = ("attention", "mlp", "shared_expert")
 """Roles of every Linear inside the layers, all quantised; embeddings, norms and lm_head are not."""

@@ -139,7 +139,7 @@ def _final_states(build: BlockBuilder) -> tuple[Tensor, Tensor]:
     if architecture.kind == "encoder":  # the masked-token head's own projection
         with tape.marked(Mark.LM_HEAD):
             hidden = build.projection(hidden, width, width, "lm_head.dense", True)
-            hidden = activation(build, hidden)
+            hidden = activation(build, hidden, rows * width)
     final = build.norm(hidden, width, "final_norm", context.stream_rows)
     tape.hold(hidden)  # the model's variable refers to it while the last norm runs
     if context.precision.narrows_final_norm and final.num_bytes > rows * width * context.precision.weight_bytes:

@@ -2,42 +2,60 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
+from peakcast.networks.families import family, family_of, model_types
 
-TABLES = ("embed_tokens", "wte", "word_embeddings", "embed_in")
-"""What families call the token table."""
-HEADS = ("lm_head", "embed_out")
-"""What families call the head."""
 STACKS = ("huggingface", "torch", "deepspeed")
 """Frameworks that train whichever modules of the network they are told."""
 
 
+@cache
+def end_names() -> frozenset[str]:
+    """What families call the token table and the head."""
+    names = [known.names for known in map(family, model_types()) if known is not None]
+    return frozenset(name for each in names for name in (*each.table, *each.head))
+
+
 def ends_named(job: TrainingJob) -> list[str]:
     """The token table and the head, as far as `finetuning.targets` names them."""
-    return sorted(set(job.finetuning.targets).intersection((*TABLES, *HEADS)))
+    names = family_of(job.architecture).names
+    return sorted(set(job.finetuning.targets).intersection((*names.table, *names.head)))
 
 
 def copied_modules(job: TrainingJob) -> list[str]:
     """Modules of which peft trains a copy because `modules_to_save` names them. Not the head of a reward model, which it
-    copies in any case."""
+    copies in any case, nor what the network does not have (`passed_over`)."""
     always = {"score"} if job.loss.kind == "reward" else set()
-    return [name for name in job.finetuning.modules_to_save if name not in always]
+    return [name for name in job.finetuning.modules_to_save if name not in always.union(passed_over(job))]
+
+
+def passed_over(job: TrainingJob) -> list[str]:
+    """Names in `modules_to_save` of token tables and heads of other families. peft passes names over that no module has
+    (peft 0.21 `utils/other.py` _set_trainable)."""
+    known = family(job.architecture.model_type)
+    if known is None or job.architecture.configuration:  # whose names only the library knows
+        return []
+    others = [name for name in job.finetuning.modules_to_save if name not in (*known.names.table, *known.names.head)]
+    return [name for name in others if name in end_names()]
 
 
 def copies_table(job: TrainingJob) -> bool:
     """Whether peft trains a copy of the token table."""
-    return any(name in TABLES for name in copied_modules(job))
+    return not set(copied_modules(job)).isdisjoint(family_of(job.architecture).names.table)
 
 
 def copies_head(job: TrainingJob) -> bool:
     """Whether peft trains a copy of the head."""
-    return any(name in HEADS for name in copied_modules(job))
+    return not set(copied_modules(job)).isdisjoint(family_of(job.architecture).names.head)
 
 
 def copied_inside(job: TrainingJob) -> list[str]:
     """`copied_modules` other than the token table and the head."""
-    return [name for name in copied_modules(job) if name not in (*TABLES, *HEADS)]
+    names = family_of(job.architecture).names
+    return [name for name in copied_modules(job) if name not in (*names.table, *names.head)]
 
 
 def trains_other_parts(job: TrainingJob) -> bool:
