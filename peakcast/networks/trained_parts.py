@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
+from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.networks.families import family, family_of, model_types
 
 STACKS = ("huggingface", "torch", "deepspeed")
 """Frameworks that train whichever modules of the network they are told."""
+
+
+def trained_network(job: TrainingJob) -> Architecture:
+    """The network with the head that its trainer gives it: a reward model is a classifier with one output, and other losses
+    of preferences need the vocabulary's logits."""
+    if job.loss.kind == "cross_entropy" or (job.loss.kind != "reward" and job.architecture.head == "language_model"):
+        return job.architecture
+    if job.loss.kind == "reward":
+        return replace(job.architecture, head="sequence_classifier", num_labels=1)
+    return replace(job.architecture, head="language_model")
 
 
 @cache
@@ -26,9 +38,9 @@ def ends_named(job: TrainingJob) -> list[str]:
 
 
 def copied_modules(job: TrainingJob) -> list[str]:
-    """Modules of which peft trains a copy because `modules_to_save` names them. Not the head of a reward model, which it
+    """Modules of which peft trains a copy because `modules_to_save` names them. Not the head of a classifier, which it
     copies in any case, nor what the network does not have (`passed_over`)."""
-    always = {"score"} if job.loss.kind == "reward" else set()
+    always = set() if trained_network(job).head == "language_model" else {"score", "classifier"}
     return [name for name in job.finetuning.modules_to_save if name not in always.union(passed_over(job))]
 
 

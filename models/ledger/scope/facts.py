@@ -96,6 +96,7 @@ beyond_window = Fact(lambda job: slides_anywhere(job.architecture, job.sequence_
 
 adapts = ~setting("finetuning.method", "full")
 quantized = setting("finetuning.quantization")
+classifies = ~setting("architecture.head", "language_model") & setting("loss.kind", "cross_entropy")
 preference = ~setting("loss.kind", "cross_entropy")
 has_reference = Fact(lambda job: job.reference == "model", "a reference network")
 optimizer_in_backward = option("optimizer_in_backward")

@@ -140,7 +140,7 @@ def _passed_over(job: TrainingJob) -> Iterator[Finding]:
             "finetuning.modules_to_save",
             "either",
             f"finetuning.modules_to_save names {', '.join(names)}, which {job.architecture.name!r} does not have: peft "
-            f"passes them over, and nothing is counted for them. Its token table is {own.table[0]}, its head {own.head[0]}.",
+            f"passes them over, and nothing is counted for them. It has {own.table[0]} and {own.head[0]}.",
         )
 
 
