@@ -133,10 +133,11 @@ def _precision(job: TrainingJob, convention: Mapping[str, Any]) -> ElementBytes:
 def _attention(job: TrainingJob, convention: Mapping[str, Any]) -> Attention:
     implementation = str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention
     sdpa = implementation == "sdpa"
+    wide = job.architecture.head_dim > 256  # transformers 5.17 `integrations/sdpa_attention.py` use_gqa_in_sdpa
     return Attention(
         implementation=implementation,
         repeats_key_value=bool(convention.get("flash_attention_repeats_key_value")),
-        sdpa_repeats_key_value=sdpa and bool(convention.get("sdpa_repeats_key_value")),
+        sdpa_repeats_key_value=sdpa and (bool(convention.get("sdpa_repeats_key_value")) or wide),
         sdpa_copies=sdpa and bool(convention.get("sdpa_copies")),
         cudnn=sdpa and bool(convention.get("cudnn_attention")),
         mask_is_additive=bool(convention.get("sdpa_mask_is_additive")),

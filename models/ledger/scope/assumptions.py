@@ -50,6 +50,16 @@ def assumption_on_fsdps_offload(job: TrainingJob) -> str:
     )
 
 
+def assumption_on_prompts(job: TrainingJob) -> str:
+    """An assumption for a loss over pairs or single completions that is not told how long they are; "" otherwise."""
+    if job.loss.kind not in ("dpo", "kto") or job.loss.completion_length is not None:
+        return ""
+    return (
+        f"loss.kind={job.loss.kind!r} scores every token but the first: prompts are taken to be empty. Where they are not, "
+        "loss.completion_length says how many tokens at the end of each sequence are scored, and fewer need less."
+    )
+
+
 def assumption_on_liger_kernels(job: TrainingJob) -> str:
     """An assumption for a job that asks for only one half of Liger, which `use_liger_kernel` never does; "" otherwise."""
     chosen = conventions(job)

@@ -1,8 +1,7 @@
 """The heads of preference training in TRL's trainers: log-probabilities of tokens, without whole logits.
 
 Source: trl 1.16.0 `trainer/utils.py` add_fused_lm_head, `kernels/chunked_logprob.py` ChunkedLogProbFunction; the same since
-1.15.0. Assumes that every position but each sequence's last is scored; in a real run those of the prompt are not
-(`completion_mask`).
+1.15.0. Positions of the prompt are not scored (`completion_mask`); without `loss.completion_length` a prompt is empty.
 """
 
 from __future__ import annotations
