@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from peakcast.core.errors import CollectorError
+from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
 
@@ -18,7 +19,11 @@ def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
         return {"input_ids": ids, "labels": labels_of(job, ids), "attention_mask": _padding(job, ids)}
     if job.architecture.kind == "encoder_decoder" or job.decoder_sequence_length:
         return {"input_ids": ids, "labels": random_tokens(job, job.decoder_sequence_length or job.sequence_length)}
-    return {"input_ids": ids, "labels": labels_of(job, ids)}
+    batch = {"input_ids": ids, "labels": labels_of(job, ids)}
+    if job.architecture.sliding_window and conventions(job).get("trainer"):
+        # collators send it; where no window slides, transformers drops a mask of ones (5.17 masking_utils.py)
+        batch["attention_mask"] = torch.ones_like(ids)
+    return batch
 
 
 def labels_of(job: TrainingJob, ids: torch.Tensor) -> torch.Tensor:

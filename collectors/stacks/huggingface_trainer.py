@@ -61,7 +61,8 @@ class Tokens(torch.utils.data.Dataset):  # type: ignore[misc,type-arg]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(self.job.architecture.vocab_size, (self.job.sequence_length,))
-        return {"input_ids": ids, "labels": labels_of(self.job, ids)}
+        batch = {"input_ids": ids, "labels": labels_of(self.job, ids)}
+        return batch | ({"attention_mask": torch.ones_like(ids)} if self.job.architecture.sliding_window else {})
 
 
 class Followed(transformers.Trainer):  # type: ignore[misc]

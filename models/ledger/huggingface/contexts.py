@@ -236,7 +236,7 @@ def _backward(job: TrainingJob, convention: Mapping[str, Any]) -> BackwardRules:
 def _packing(job: TrainingJob) -> Packing:
     return Packing(
         mask_of_batch=job.batch.form != "rows",
-        comes_with_mask=job.loss.kind != "cross_entropy" or scores_tokens(job),
+        comes_with_mask=job.loss.kind != "cross_entropy" or scores_tokens(job) or bool(conventions(job).get("trainer")),
         valid_rows=job.num_tokens if job.batch.form == "masked" else 0,
         num_sequences=job.micro_batch_size if job.batch.form == "padding_free" else 0,
     )
