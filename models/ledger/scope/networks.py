@@ -46,7 +46,9 @@ CLASSIFIERS = Section(
     unknown("architecture.head", job.compiles, "is not modelled with torch.compile."),
     unknown("architecture.head", job.generates, "generates nothing: task={task!r} is not modelled for it."),
     unknown("architecture.head", job.divides_model | job.zero3,
-            "was compared with traces on one GPU, under DDP, FSDP2 and ZeRO-2 only."),
+            "was compared with traces on one GPU, under DDP, FSDP and ZeRO-2 only."),
+    unknown("architecture.head", job.encoder & job.replicated & ~job.asks_ddp,
+            "of an encoder was compared with traces on one GPU and under DDP only."),
 ))
 
 # LitGPT's config_hub/finetune/README.md, its tutorials/resource-tables.md and torchtune's README.md print such runs' peaks
