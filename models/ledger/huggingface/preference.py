@@ -10,6 +10,7 @@ parameters still require gradients.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from peakcast.core.units import FP32, INT64
 from peakcast.jobs.conventions import scores_tokens
@@ -56,7 +57,8 @@ def as_trained(job: TrainingJob) -> TrainingJob:
     job = job if network is job.architecture else job.replace(architecture=network)
     if job.loss.kind in ("cross_entropy", "grpo"):
         return job
-    network = replace(network, **dict.fromkeys(family_of(network).modules.dropouts, 0.0))
+    switched_off: dict[str, Any] = dict.fromkeys(family_of(network).modules.dropouts, 0.0)
+    network = replace(network, **switched_off)
     return job.replace(architecture=network, finetuning=replace(job.finetuning, dropout=0.0))
 
 
