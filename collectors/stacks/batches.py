@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from peakcast.core.errors import CollectorError
+from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
 
@@ -15,10 +16,22 @@ def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
         return _joined(job)
     ids = random_tokens(job, job.sequence_length)
     if job.batch.form == "masked":
-        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": _padding(job, ids)}
+        return {"input_ids": ids, "labels": labels_of(job, ids), "attention_mask": _padding(job, ids)}
     if job.architecture.kind == "encoder_decoder" or job.decoder_sequence_length:
         return {"input_ids": ids, "labels": random_tokens(job, job.decoder_sequence_length or job.sequence_length)}
-    return {"input_ids": ids, "labels": ids.clone()}  # collators make a new tensor for labels
+    batch = {"input_ids": ids, "labels": labels_of(job, ids)}
+    if job.architecture.sliding_window and conventions(job).get("trainer"):
+        # collators send it; where no window slides, transformers drops a mask of ones (5.17 masking_utils.py)
+        batch["attention_mask"] = torch.ones_like(ids)
+    return batch
+
+
+def labels_of(job: TrainingJob, ids: torch.Tensor) -> torch.Tensor:
+    """The tokens, of which collators make a new tensor; for a classifier the class of each sequence, or of each token."""
+    head = job.architecture.head
+    if head == "language_model":
+        return ids.clone()
+    return torch.randint(job.architecture.num_labels, ids.shape[:-1] if head == "sequence_classifier" else ids.shape)
 
 
 def _joined(job: TrainingJob) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.networks.adapter_targets import default_adapter_targets
 from peakcast.networks.reverse import hf_config_of
+from peakcast.networks.trained_parts import trained_network
 from peakcast.networks.undescribed import configuration_of
 
 AUTO_MODELS = {
@@ -27,6 +28,11 @@ AUTO_MODELS = {
     "hybrid": "AutoModelForCausalLM",
 }
 """Kind of architecture -> the class of transformers that trains it."""
+CLASSIFIERS = {
+    "sequence_classifier": "AutoModelForSequenceClassification",
+    "token_classifier": "AutoModelForTokenClassification",
+}
+"""Head of an architecture -> the class of transformers that has it."""
 VISION_LANGUAGE = "AutoModelForImageTextToText"
 
 
@@ -56,9 +62,10 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
         if not (padded or begins_padded) or (getattr(part, "pad_token_id", None) or 0) >= rows:
             part.pad_token_id = None  # the family's default, which a smaller vocabulary does not have
     dtype = getattr(torch, job.precision.parameters)
-    if job.loss.kind == "reward":
-        config.num_labels, config.pad_token_id = 1, 0
-        auto = transformers.AutoModelForSequenceClassification
+    network = trained_network(job)
+    if network.head in CLASSIFIERS and architecture.kind in ("decoder", "encoder"):
+        config.num_labels, config.pad_token_id = network.num_labels, 0
+        auto = getattr(transformers, CLASSIFIERS[network.head])
         return auto.from_config(config, attn_implementation=attention, **_of_dtype(dtype))
     if architecture.kind in ("undescribed", "multimodal"):
         return _undescribed(config, attention, dtype)
@@ -144,8 +151,8 @@ TASK_TYPES = {"encoder_decoder": "SEQ_2_SEQ_LM", "encoder": None}
 
 
 def _task_type(model: Any, job: TrainingJob) -> str | None:
-    if job.loss.kind == "reward":
-        return "SEQ_CLS"
+    if (head := trained_network(job).head) != "language_model":
+        return {"sequence_classifier": "SEQ_CLS", "token_classifier": "TOKEN_CLS"}[head]
     if not hasattr(model, "prepare_inputs_for_generation"):  # peft needs it for networks that generate
         return None
     return TASK_TYPES.get(job.architecture.kind, "CAUSAL_LM")

@@ -220,6 +220,8 @@ def _calling(inner: Any, loss_function: Callable[..., Any]) -> Iterator[None]:
 
 def _module_before_loss(inner: Any, job: TrainingJob) -> Any:
     """The module after which the loss begins, where the model does not call its `loss_function`."""
+    if job.architecture.head != "language_model":
+        return None if _calls_loss_function(inner) else getattr(inner, "classifier", getattr(inner, "score", None))
     if job.loss.fused_linear_cross_entropy:
         return inner.base_model
     own_loss = job.architecture.kind in ("encoder", "encoder_decoder", "undescribed", "multimodal")

@@ -20,6 +20,7 @@ from peakcast.models.ledger.scope.assumptions import (
     assumption_on_adapter_targets,
     assumption_on_fsdps_offload,
     assumption_on_liger_kernels,
+    assumption_on_prompts,
 )
 from peakcast.models.prediction.verdict import ranks_of_a_node
 from peakcast.models.recipes.baseline_choice import seen_run, tracer
@@ -40,6 +41,7 @@ def assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | No
         assumption_on_adapter_targets(job),
         assumption_on_fsdps_offload(job),
         assumption_on_liger_kernels(job),
+        assumption_on_prompts(job),
         *_of_reserved_memory(job, base),
         *_of_host_memory(job, device, base),
     )

@@ -86,6 +86,7 @@ def _of_step(job: TrainingJob) -> tuple[Obstacle, ...]:
             "offloaded activations are recorded for layouts other than ZeRO, with checkpoints inside FSDP's units",
         ),
         Obstacle(job.loss.kind != "cross_entropy", f"loss.kind={job.loss.kind!r} is not recorded"),
+        Obstacle(job.architecture.head != "language_model", "a classifier's head is not recorded"),
         Obstacle(lengths_change(job), "lengths that change are not recorded"),
         Obstacle(
             job.num_tokens < job.micro_batch_size * job.sequence_length,

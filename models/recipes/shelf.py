@@ -19,7 +19,6 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.core.versions import NEWEST, release
 from peakcast.dialects.common.own_networks import LITGPT, TORCHTUNE, TRANSFORMERS, library_of, of_any_release, own_network
 from peakcast.jobs.spec import TrainingJob, canonical_json, job_to_mapping
-from peakcast.jobs.trained_parts import trains_other_parts
 from peakcast.models.recipes import files
 from peakcast.models.recipes.baseline_choice import chosen
 from peakcast.models.recipes.lent import lent
@@ -27,6 +26,7 @@ from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.regime import point_of, regime
 from peakcast.models.recipes.shipped import is_of_release, shipped_recipe
+from peakcast.networks.trained_parts import trains_other_parts
 
 MOST = 16
 """Most recipes of one regime that are kept, for different ranges of batch and length."""

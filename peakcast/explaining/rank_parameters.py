@@ -13,6 +13,7 @@ from peakcast.models.ledger.parameters.adapter_methods import METHODS, matrix_of
 from peakcast.models.ledger.parameters.inventory import embedding_parameters, head_parameters, layer_parameters
 from peakcast.models.ledger.recorded.parameters import recorded_parameters
 from peakcast.models.recipes.shelf import recipe_of
+from peakcast.networks.trained_parts import trained_network
 
 
 def unsharded(job: TrainingJob) -> TrainingJob | None:
@@ -68,7 +69,7 @@ def _huggingface(job: TrainingJob) -> Iterator[_Named]:
     architecture, tuning = job.architecture, job.finetuning
     places = [("embedding", embedding_parameters(architecture))]
     places += [(f"layers.{i}", layer_parameters(architecture, i)) for i in range(architecture.num_layers)]
-    places += [("head", head_parameters(architecture, scores=job.loss.kind == "reward"))]
+    places += [("head", head_parameters(trained_network(job)))]
     for module, tensors in places:
         for tensor in tensors:
             yield (module, tensor.name), tensor.shape

@@ -186,6 +186,11 @@ class Architecture(HashedOnce):
     """The decoder's output is multiplied by hidden_size ** -0.5 before the lm_head (T5, not T5 v1.1 nor Flan-T5)."""
     num_nextn_predict_layers: int = 0
     """Multi-token-prediction layers (DeepSeek-V3)."""
+    head: Literal["language_model", "sequence_classifier", "token_classifier"] = unsaid("language_model")
+    """What follows the last layer: logits of the vocabulary, or those of `num_labels` classes, of each sequence
+    (`...ForSequenceClassification`) or of each token (`...ForTokenClassification`)."""
+    num_labels: int = unsaid(2)
+    """Classes of a classifier's head."""
     configuration: str = unsaid("")
     """For an `undescribed` network: the config.json from which transformers builds it."""
     kind: Literal["decoder", "encoder", "encoder_decoder", "hybrid", "multimodal", "undescribed"] = "decoder"
@@ -195,9 +200,9 @@ class Architecture(HashedOnce):
     def __post_init__(self) -> None:
         heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
         shapes = ("hidden_size", *heads, "intermediate_size", "vocab_size")
-        require_positive(self, *shapes, "num_hidden_layers", "sliding_window")
+        require_positive(self, *shapes, "num_hidden_layers", "sliding_window", "num_labels")
         require_at_most(MOST_LAYERS, self, "num_hidden_layers", "num_decoder_layers", "num_nextn_predict_layers")
-        require_at_most(MOST_ELEMENTS, self, *shapes, "max_position_embeddings", "type_vocab_size")
+        require_at_most(MOST_ELEMENTS, self, *shapes, "max_position_embeddings", "type_vocab_size", "num_labels")
         require_at_most(MOST_ELEMENTS, self, "position_embedding_offset", "relative_attention_num_buckets")
         require_not_negative(
             self,

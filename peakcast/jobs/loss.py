@@ -31,15 +31,15 @@ class Loss:
     switched off (`adapter_off`), or the data set, which had them computed before training. null: the source that `kind`
     needs, which is `model`, or `adapter_off` with adapters; none for `grpo`, whose beta is 0 by default."""
     completion_length: int | None = unsaid(None)  # a field
-    """Only for `grpo`: tokens at the end of each sequence that were generated, whose log-probabilities the loss needs.
-    null, or as many as the sequence has: all but the first."""
+    """Only for losses of log-probabilities (`dpo`, `kto`, `grpo`): tokens at the end of each sequence, after its prompt,
+    whose log-probabilities the loss needs. null, or as many as the sequence has: all but the first."""
 
     def __post_init__(self) -> None:
         require_positive(self, "completion_length", where="loss.")
-        if self.completion_length is not None and self.kind != "grpo":
+        if self.completion_length is not None and self.kind not in REFERRING:
             raise SpecError(
-                f"loss.completion_length={self.completion_length} has no effect with loss.kind={self.kind!r}: only grpo "
-                "scores completions alone; leave it out.",
+                f"loss.completion_length={self.completion_length} has no effect with loss.kind={self.kind!r}: only "
+                f"{', '.join(REFERRING)} score completions alone; leave it out.",
                 parameter="loss.completion_length",
                 value=self.completion_length,
             )

@@ -44,6 +44,15 @@ _OTHER_NAMES = {
 }
 """Names that transformers' `attribute_map`s treat as equal; the family's own name is tried first."""
 
+_CLASSIFIER = re.compile(r".*For(SequenceClassification|TokenClassification|QuestionAnswering)")
+_HEADS = {
+    "sequence_classifier": "ForSequenceClassification",
+    "token_classifier": "ForTokenClassification",
+}
+"""What the names of classes with such a head end in."""
+_DEFAULT_LABELS = 2
+"""Classes of a classifier whose configuration does not say them (transformers 5.17 `configuration_utils.py`)."""
+
 _FLAGS = {"tie_word_embeddings", "attention_bias", "attention_output_bias", "mlp_bias", "lm_head_bias", "parallel_block"}
 _PROBABILITIES = {"attention_dropout", "hidden_dropout", "embedding_dropout"}
 _TEXTS = {"hidden_act"}
@@ -106,6 +115,7 @@ def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[
         values["moe"] = _experts(values["moe"])
     if reads.mla is not None:
         values |= _latent_attention(_read(reads.mla, seen), values)
+    values |= _head(seen)
     if multimodal:
         values["kind"] = "multimodal"
     if multimodal or not known:  # recipes are recorded from it
@@ -234,6 +244,26 @@ def _checked(field: str, key: str, value: Any) -> Any:
     if field == "final_logit_softcapping":
         return _number(key, value)
     return _whole_number(field, key, value)
+
+
+def _head(config: Mapping[str, Any]) -> TomlTable:
+    """The head of the class that `architectures` names, if it is a classifier's: a span's begin and end are two classes of
+    each token."""
+    named = config.get("architectures")
+    name = str(named[0]) if isinstance(named, (list, tuple)) and named else ""
+    found = _CLASSIFIER.fullmatch(name)
+    if found is None:
+        return {}
+    labels = config.get("num_labels") or len(config.get("id2label") or ()) or _DEFAULT_LABELS
+    head = "sequence_classifier" if found[1] == "SequenceClassification" else "token_classifier"
+    return {"head": head, "num_labels": _whole_number("num_labels", "num_labels", labels)}
+
+
+def head_keys(architecture: Architecture) -> TomlTable:
+    """The keys that `_head` reads as the head of `architecture`."""
+    if architecture.head == "language_model":
+        return {}
+    return {"architectures": [_HEADS[architecture.head]], "num_labels": architecture.num_labels}
 
 
 def _flag(key: str, value: Any, default: bool) -> bool:

@@ -203,6 +203,9 @@ class EndTraits:
     """Learned positions are looked up for every sequence, not once for all."""
     scales_logits: bool
     """The logits are multiplied by a number."""
+    classifier: Literal["score", "pooled", "dense"]
+    """How its class for sequences ends: in a Linear over all positions, of which one is used (`score`); in the base
+    network's pooler and a Linear (`pooled`); in two Linears over the first position (`dense`)."""
     loss_apart: bool
     """For a class not named `...ForCausalLM`, transformers warns that it does not know the loss, and the warning breaks the
     compiled graph (`modeling_utils.py` loss_function): the loss is a graph of its own. A reference cycle that compiling
@@ -211,7 +214,7 @@ class EndTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameTraits:
-    """The last parts of its projections' names, with which users write adapter targets."""
+    """The last parts of the names of its projections, token table and head, with which users write adapter targets."""
 
     qkv: str
     q: str
@@ -222,6 +225,9 @@ class NameTraits:
     up: str
     down: str
     gate_up: str
+    table: tuple[str, ...]
+    """Of the token table; of more than one name, some releases have one and some another, or one table has both."""
+    head: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +242,9 @@ class ModuleTraits:
     """A mixture of experts registers its experts before the router."""
     rotary: bool
     """There is a module that makes rotary tables."""
+    dropouts: tuple[str, ...]
+    """Which of `attention_dropout`, `hidden_dropout` and `embedding_dropout` are `nn.Dropout`s; the others are numbers that
+    the code passes on."""
     run_after: FrozenMapping
     """Module -> the modules without weights that run after it. Most are nn.Dropout, also with probability 0; others call
     the function instead."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from peakcast.core.errors import SpecError
 from peakcast.jobs.architecture import Architecture
-from peakcast.networks.config import architecture_from_hf_config
+from peakcast.networks.config import architecture_from_hf_config, head_keys
 from peakcast.networks.families import family
 from peakcast.networks.rotary import rotary_key
 from peakcast.networks.rules import Choice, Key, Product, Rules
@@ -38,7 +38,7 @@ def hf_config_of(architecture: Architecture) -> dict[str, Any]:
         config.pop("head_dim", None)  # it is the rotated part's, and follows from qk_rope_head_dim
     if rules.restore is not None:
         config |= rules.restore(architecture)
-    config |= window_keys(architecture) | rotary_key(architecture)
+    config |= window_keys(architecture) | rotary_key(architecture) | head_keys(architecture)
     read = replace(architecture_from_hf_config(config), name=architecture.name)
     if read != architecture:
         wrong = [f for f in Architecture.__dataclass_fields__ if getattr(read, f) != getattr(architecture, f)]

@@ -3,6 +3,7 @@
 import pytest
 
 from peakcast.doors.questions import translation_of
+from peakcast.networks.trained_parts import trained_network
 
 PROGRAM = """
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
@@ -13,19 +14,20 @@ SWIFT = "swift sft --model Qwen/Qwen3-8B --per_device_train_batch_size 4 --max_l
 
 
 def head(question):
-    """(the loss that the job is counted with, the directions of what is said of it)."""
+    """(the head that the job is counted with, the directions of what is said of it)."""
     found = translation_of(question)
-    return found.job.loss.kind, [finding.direction for finding in found.findings if finding.parameter == "loss.kind"]
+    return trained_network(found.job).head, [one.direction for one in found.findings if one.parameter == "loss.kind"]
 
 
 @pytest.mark.parametrize(
     ("loader", "name", "expected"),
     [
-        ("AutoModelForCausalLM", "meta-llama/Llama-3.2-1B", ("cross_entropy", [])),
-        ("AutoModelForSequenceClassification", "meta-llama/Llama-3.2-1B", ("reward", ["either"])),
-        ("LlamaForTokenClassification", "meta-llama/Llama-3.2-1B", ("reward", ["either"])),
-        ("AutoModelForSequenceClassification", "gpt2", ("reward", ["more"])),  # its dropout runs, a reward model's does not
-        ("AutoModelForSequenceClassification", "google-bert/bert-base-cased", ("cross_entropy", ["less"])),
+        ("AutoModelForCausalLM", "meta-llama/Llama-3.2-1B", ("language_model", [])),
+        ("AutoModelForSequenceClassification", "meta-llama/Llama-3.2-1B", ("sequence_classifier", [])),
+        ("LlamaForTokenClassification", "meta-llama/Llama-3.2-1B", ("token_classifier", [])),
+        ("AutoModelForSequenceClassification", "gpt2", ("sequence_classifier", [])),
+        ("AutoModel", "gpt2", ("sequence_classifier", ["more"])),  # its dropout runs, a reward model's does not
+        ("AutoModelForSequenceClassification", "google-bert/bert-base-cased", ("sequence_classifier", [])),
     ],
 )
 def test_the_class_that_a_program_loads(loader, name, expected):
@@ -33,10 +35,11 @@ def test_the_class_that_a_program_loads(loader, name, expected):
 
 
 def test_example_scripts_and_their_lengths():
-    for script, length in (("run_glue.py", 128), ("run_qa_no_trainer.py", 384), ("run_clm.py", 1024)):
+    scripts = {"run_glue.py": (128, "sequence"), "run_qa_no_trainer.py": (384, "token"), "run_clm.py": (1024, "")}
+    for script, (length, classes) in scripts.items():
         flags = "--model_name_or_path meta-llama/Llama-3.2-1B --do_train --per_device_train_batch_size 2 --output_dir o"
         command = f"python {script} {flags}\n"
-        assert head(command)[0] == ("cross_entropy" if script == "run_clm.py" else "reward")
+        assert head(command)[0] == (f"{classes}_classifier" if classes else "language_model")
         assert translation_of(command).job.sequence_length == length
 
 
@@ -45,19 +48,19 @@ def test_the_architectures_of_a_config():
     config = {"model_type": "llama", **sizes, "vocab_size": 99, "dtype": "bfloat16"}
     config["architectures"] = ["LlamaForSequenceClassification"]
     form = {"config": config, "training_arguments": {"per_device_train_batch_size": 2, "max_length": 64}}
-    assert head({"huggingface": form})[0] == "reward"
+    assert head({"huggingface": form})[0] == "sequence_classifier"
     form["config"] = {**config, "architectures": ["LlamaForCausalLM"]}
-    assert head({"huggingface": form})[0] == "cross_entropy"
+    assert head({"huggingface": form})[0] == "language_model"
 
 
 @pytest.mark.parametrize(
     ("task", "kind", "batch"),
-    [("causal_lm", "cross_entropy", 4), ("seq_cls", "reward", 4), ("reranker", "reward", 8), ("embedding", "reward", 8),
-     ("generative_reranker", "cross_entropy", 8)],
+    [("causal_lm", "language_model", 4), ("seq_cls", "sequence_classifier", 4), ("reranker", "sequence_classifier", 8),
+     ("embedding", "sequence_classifier", 8), ("generative_reranker", "language_model", 8)],
 )  # fmt: skip
 def test_ms_swifts_tasks(task, kind, batch):
     job = translation_of(f"{SWIFT} --task_type {task}\n").job
-    assert (job.loss.kind, job.micro_batch_size) == (kind, batch)
+    assert (trained_network(job).head, job.micro_batch_size) == (kind, batch)
 
 
 def test_a_trainer_with_a_method_of_its_own_makes_its_head():

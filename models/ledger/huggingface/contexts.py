@@ -17,10 +17,10 @@ from peakcast.jobs.conventions import (
     conventions,
     makes_whole_logits,
     mixes_precision,
+    scores_tokens,
     token_scores,
 )
 from peakcast.jobs.spec import TrainingJob
-from peakcast.jobs.trained_parts import copies_head, copies_table
 from peakcast.models.ledger.huggingface.blocks.context import (
     ALL,
     Adapters,
@@ -50,6 +50,7 @@ from peakcast.models.ledger.layouts import (
 )
 from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK, virtual_tokens
 from peakcast.networks.families import family_of
+from peakcast.networks.trained_parts import copies_head, copies_table
 
 COMPILED: dict[tuple[str, str], frozenset[str]] = {
     ("network", "huggingface"): frozenset({"layers", "embedding", "final_norm", "loss", "mask", "network"}),
@@ -132,10 +133,11 @@ def _precision(job: TrainingJob, convention: Mapping[str, Any]) -> ElementBytes:
 def _attention(job: TrainingJob, convention: Mapping[str, Any]) -> Attention:
     implementation = str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention
     sdpa = implementation == "sdpa"
+    wide = job.architecture.head_dim > 256  # transformers 5.17 `integrations/sdpa_attention.py` use_gqa_in_sdpa
     return Attention(
         implementation=implementation,
         repeats_key_value=bool(convention.get("flash_attention_repeats_key_value")),
-        sdpa_repeats_key_value=sdpa and bool(convention.get("sdpa_repeats_key_value")),
+        sdpa_repeats_key_value=sdpa and (bool(convention.get("sdpa_repeats_key_value")) or wide),
         sdpa_copies=sdpa and bool(convention.get("sdpa_copies")),
         cudnn=sdpa and bool(convention.get("cudnn_attention")),
         mask_is_additive=bool(convention.get("sdpa_mask_is_additive")),
@@ -179,7 +181,7 @@ def _quantized(job: TrainingJob, convention: Mapping[str, Any]) -> QuantizedLine
     return QuantizedLinears(
         narrow=narrow,
         weights="float16" if convention.get("quantized_from_float16") else weights,
-        multiplies=str(convention.get("quantized_compute_dtype") or narrow),
+        multiplies=str(convention.get("quantized_compute_dtype") or job.precision.wide_compute),
         input_decides=bool(convention.get("quantized_compute_from_input")),
         casts_in_forward=bool(convention.get("quantized_casts_in_forward")),
     )
@@ -241,6 +243,7 @@ def _cache(job: TrainingJob, convention: Mapping[str, Any]) -> Cache:
 def _packing(job: TrainingJob) -> Packing:
     return Packing(
         mask_of_batch=job.batch.form != "rows",
+        comes_with_mask=job.loss.kind != "cross_entropy" or scores_tokens(job) or bool(conventions(job).get("trainer")),
         valid_rows=job.num_tokens if job.batch.form == "masked" else 0,
         num_sequences=job.micro_batch_size if job.batch.form == "padding_free" else 0,
     )

@@ -16,7 +16,11 @@ def hold_inputs(timeline: Step, job: TrainingJob) -> None:
     hold_shared_inputs(timeline, job)
     targets = job.micro_batch_size * (job.decoder_sequence_length or job.sequence_length)
     timeline.hold("input_ids", Category.INPUTS, tokens * INT64, 0)
-    timeline.hold("labels", Category.INPUTS, (tokens if joined else targets) * INT64, 0)
+    if job.architecture.head == "sequence_classifier" and job.loss.kind == "cross_entropy":
+        tokens_of_labels = job.micro_batch_size
+    else:
+        tokens_of_labels = tokens if joined else targets
+    timeline.hold("labels", Category.INPUTS, tokens_of_labels * INT64, 0)
     if joined:
         timeline.hold("position_ids", Category.INPUTS, tokens * INT64, 0)
     elif job.batch.form == "masked" or conventions(job).get("trainer"):  # data collators send a mask of ones along

@@ -156,7 +156,8 @@ def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
     taken = list(dict.fromkeys(each.layer.masked for each in layers))  # one per kind, in the order of their first layers
     if attention != "sdpa" or not (any(taken) or family.masks.for_both_kinds):
         return [], any(taken)
-    return [scores * element * masked for masked in taken] if any(taken) else [scores * element], any(taken)
+    size = scores * element * (one.batch if one.packing.comes_with_mask else 1)
+    return [size * masked for masked in taken] if any(taken) else [size], any(taken)
 
 
 def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: Sequence[int]) -> None:

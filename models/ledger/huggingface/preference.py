@@ -10,6 +10,7 @@ parameters still require gradients.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from peakcast.core.units import FP32, INT64
 from peakcast.jobs.conventions import scores_tokens
@@ -36,6 +37,8 @@ from peakcast.models.ledger.layouts.fsdp2 import FSDP2
 from peakcast.models.ledger.layouts.fsdp_units import Unit
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import BlockRun, Step
+from peakcast.networks.families import family_of
+from peakcast.networks.trained_parts import trained_network
 from peakcast.timelines.timeline import Category, Phase
 
 SWITCHED_OFF = ("none",)
@@ -44,20 +47,18 @@ NAME = "reference."
 
 
 def as_trained(job: TrainingJob) -> TrainingJob:
-    """`job` with the network as its trainer builds it: without dropout, which only GRPO leaves on; for a classifier without
-    a table shared with the head; under ZeRO-3 with adapters checkpointed with use_reentrant, whatever the job says."""
+    """`job` with the network as its trainer builds it: with its `nn.Dropout`s switched off (trl 1.16.0 `trainer/utils.py`
+    disable_dropout_in_model), which only GRPO leaves on; for a classifier without a table shared with the head; under
+    ZeRO-3 with adapters checkpointed with use_reentrant, whatever the job says."""
     if job.loss.kind != "cross_entropy" and job.finetuning.method != "full" and job.parallelism.zero_stage == 3:
         job = job.replace(activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=True))
+    if (network := trained_network(job)).head != "language_model":
+        network = replace(network, tie_word_embeddings=False)
+    job = job if network is job.architecture else job.replace(architecture=network)
     if job.loss.kind in ("cross_entropy", "grpo"):
         return job
-    shared = job.architecture.tie_word_embeddings and job.loss.kind != "reward"
-    network = replace(
-        job.architecture,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        embedding_dropout=0.0,
-        tie_word_embeddings=shared,
-    )
+    switched_off: dict[str, Any] = dict.fromkeys(family_of(network).modules.dropouts, 0.0)
+    network = replace(network, **switched_off)
     return job.replace(architecture=network, finetuning=replace(job.finetuning, dropout=0.0))
 
 

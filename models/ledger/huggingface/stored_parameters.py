@@ -12,7 +12,6 @@ from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.spec import ActivationCheckpointing, Optimizer, TrainingJob
-from peakcast.jobs.trained_parts import copies_head, copies_table
 from peakcast.models.ledger.huggingface.blocks.adapter_tensors import ADAPTED_ROLES, NETWORK, network_tensors
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.expert_adapters import expert_adapters
@@ -21,11 +20,17 @@ from peakcast.models.ledger.layouts import adapters_are_whole, expert_ranks, gat
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.module_tree import LM_HEAD, ORIGINAL, TOKEN_TABLE, module_of
 from peakcast.models.ledger.parameters.adapter_methods import METHODS, matrix_of
-from peakcast.models.ledger.parameters.inventory import embedding_parameters, head_parameters, layer_parameters
+from peakcast.models.ledger.parameters.inventory import (
+    COPIED_BY_PEFT,
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+)
 from peakcast.models.ledger.parameters.quantization import PARAMETERS, quantized_linear_bytes
 from peakcast.models.ledger.parameters.tensor import ParameterTensor
 from peakcast.models.ledger.recorded.parameters import recorded_parameters
 from peakcast.models.recipes.shelf import recipe_of
+from peakcast.networks.trained_parts import copies_head, copies_table, trained_network
 
 QUANTISED_ROLES = ("attention", "mlp", "shared_expert")
 """Roles of every Linear inside the layers, all quantised; embeddings, norms and lm_head are not."""
@@ -133,7 +138,7 @@ def _copies(
 def _shared_head(job: TrainingJob) -> Iterator[tuple[str, ParameterTensor]]:
     """The lm_head's matrix where it is the token table, which is not listed a second time."""
     network = job.architecture
-    if network.tie_word_embeddings and job.loss.kind != "reward":
+    if network.tie_word_embeddings and trained_network(job).head == "language_model":
         yield "head", ParameterTensor("lm_head.weight", (network.vocab_size, network.hidden_size), "lm_head", 0)
 
 
@@ -141,7 +146,8 @@ def _is_copied(name: str, job: TrainingJob) -> bool:
     """Whether peft trains a copy of the weight `name`."""
     module = module_of(name)
     copied = (module == TOKEN_TABLE and copies_table(job)) or (module == LM_HEAD and copies_head(job))
-    return job.finetuning.method != "full" and (copied or name == "score.weight")
+    classifies = trained_network(job).head != "language_model" and module_of(name).names[0] in COPIED_BY_PEFT
+    return job.finetuning.method != "full" and (copied or classifies)
 
 
 def _original(name: str) -> str:
@@ -230,5 +236,5 @@ def _all_parameters(job: TrainingJob) -> Iterator[tuple[str, ParameterTensor]]:
     for layer in range(architecture.num_layers):
         for tensor in layer_parameters(architecture, layer):
             yield f"layers.{layer}", tensor
-    for tensor in head_parameters(architecture, scores=job.loss.kind == "reward"):
+    for tensor in head_parameters(trained_network(job)):
         yield "head", tensor

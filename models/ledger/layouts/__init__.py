@@ -19,6 +19,7 @@ from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
 from peakcast.models.ledger.parameters.module_order import in_order_of_modules
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.networks.families import family_of
+from peakcast.networks.trained_parts import trained_network
 
 if TYPE_CHECKING:
     from peakcast.models.ledger.layouts.zero3_modules import ModuleTurns
@@ -142,7 +143,7 @@ def _no_gradient_enters(job: TrainingJob) -> bool:
 
 def _named_ends(job: TrainingJob, tensors: Sequence[StoredTensor]) -> OutsideLayers:
     """The units that FSDP makes of what is outside the layers, for a network that the ledger knows."""
-    tied, scored = job.architecture.tie_word_embeddings, job.loss.kind == "reward"
+    tied, scored = job.architecture.tie_word_embeddings, trained_network(job).head != "language_model"
     return named_ends(tensors, tied=tied, norm_apart=not finds_final_norm(job), head_apart=scored)
 
 

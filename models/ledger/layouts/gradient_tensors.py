@@ -10,9 +10,6 @@ from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.module_tree import BIAS, LM_HEAD, SUFFIXES, WEIGHT, ModulePath, module_of
 from peakcast.models.ledger.tape.template import Template
 
-IN_HEAD = {ModulePath.of("lm_head.score"): ModulePath.of("score")}
-"""Modules that the head's block calls otherwise than the network: a classifier's head."""
-
 
 def tensors_of_gradients(
     template: Template, gradients: Iterable[int], tensors: Sequence[StoredTensor], element_bytes: int
@@ -25,8 +22,7 @@ def tensors_of_gradients(
     found: dict[int, int] = {}
     for index in gradients:
         name, size = parameters[index], int(template.num_bytes[index])
-        path = _of_any(module_of(name))
-        parameter = IN_HEAD.get(path, path), _last(name)
+        parameter = _of_any(module_of(name)), _last(name)
         own = [one for one in left if one[1] == parameter and not (one[2].exceeds_matrix and size < one[2].numel)]
         named = (one for one in own if one[2].name == name)
         sized = (one for one in own if round_up(one[2].numel * element_bytes, MIN_BLOCK_BYTES) == size)

@@ -19,6 +19,12 @@ from peakcast.models.ledger.parameters.t5 import t5_head, t5_layer
 from peakcast.models.ledger.parameters.tensor import ParameterTensor, Role, linear, norm
 from peakcast.networks.families import family_of
 
+SCORE, POOLER, CLASSIFIER = "score", "pooler.dense", "classifier"
+CLASSIFIER_DENSE, CLASSIFIER_OUT = "classifier.dense", "classifier.out_proj"
+"""The Linears of classifiers' heads, as the networks call them."""
+COPIED_BY_PEFT = ("score", "classifier")
+"""Modules that peft copies and trains in any classifier (peft 0.21 `peft_model.py` PeftModelForSequenceClassification)."""
+
 
 def embedding_parameters(architecture: Architecture) -> tuple[ParameterTensor, ...]:
     """Token table, learned positions, token types, and the norm after them if there is one."""
@@ -45,23 +51,38 @@ def layer_parameters(architecture: Architecture, layer: int) -> tuple[ParameterT
     return _layer(architecture, architecture.is_moe_layer(layer))
 
 
-def head_parameters(architecture: Architecture, *, scores: bool = False) -> tuple[ParameterTensor, ...]:
-    """Final norm and lm_head (whose weight is left out if it is tied to the token table); an encoder's masked-token head.
-    `scores`: the network is a sequence classifier with one output, whose own head replaces the lm_head."""
+def head_parameters(architecture: Architecture) -> tuple[ParameterTensor, ...]:
+    """Final norm and lm_head (whose weight is left out if it is tied to the token table); an encoder's masked-token head; a
+    classifier's own."""
     width = architecture.hidden_size
     tensors: list[ParameterTensor] = []
+    if architecture.head != "language_model":
+        return tuple(_classifier(architecture))
     if architecture.kind == "encoder":
         tensors.extend(linear("lm_head.dense", width, width, "mlp", None, bias=True))
     if architecture.kind == "encoder_decoder":
         tensors.extend(t5_head(architecture))
     tensors.extend(norm(architecture, "norm", width))
-    if scores:
-        return (*tensors, ParameterTensor("score.weight", (1, width), "lm_head", None))
     if not architecture.tie_word_embeddings:
         tensors.append(ParameterTensor("lm_head.weight", (architecture.vocab_size, width), "lm_head", 0))
     if architecture.lm_head_bias:
         tensors.append(ParameterTensor("lm_head.bias", (architecture.vocab_size,), "lm_head", 0))
     return tuple(tensors)
+
+
+def _classifier(architecture: Architecture) -> Iterator[ParameterTensor]:
+    """The head of a classifier (transformers 5.17 `modeling_layers.py`, `models/bert/modeling_bert.py`,
+    `models/roberta/modeling_roberta.py`)."""
+    width, labels, ends = architecture.hidden_size, architecture.num_labels, family_of(architecture).ends.classifier
+    of_tokens = architecture.head == "token_classifier"
+    if architecture.kind != "encoder":
+        yield from norm(architecture, "norm", width)
+        yield from linear(SCORE, labels, width, "lm_head", None, bias=of_tokens)
+        return
+    if not of_tokens:
+        yield from linear(POOLER if ends == "pooled" else CLASSIFIER_DENSE, width, width, "mlp", None, bias=True)
+    out = CLASSIFIER_OUT if ends == "dense" and not of_tokens else CLASSIFIER
+    yield from linear(out, labels, width, "lm_head", None, bias=True)
 
 
 @cache

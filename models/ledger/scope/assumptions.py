@@ -6,11 +6,11 @@ from __future__ import annotations
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions, fsdp_offloads, fuses_loss
 from peakcast.jobs.spec import TrainingJob
-from peakcast.jobs.trained_parts import HEADS, TABLES
 from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK
 from peakcast.models.ledger.scope.adapter_targets import EXPERTS, projections, shared_expert_projections
 from peakcast.networks.adapter_targets import default_adapter_targets, has_default_targets
 from peakcast.networks.families import family_of
+from peakcast.networks.trained_parts import end_names
 
 LAYER_KERNELS = ("norm_kernel", "rotary_kernel", "gated_activation_kernel")
 
@@ -22,7 +22,7 @@ def assumption_on_adapter_targets(job: TrainingJob) -> str:
         return ""
     if not job.finetuning.targets:
         return "" if has_default_targets(job.architecture) else _default_targets_assumed(job.architecture)
-    known = {*projections(job.architecture), *shared_expert_projections(job), *TABLES, *HEADS, *EXPERTS, "all-linear"}
+    known = {*projections(job.architecture), *shared_expert_projections(job), *end_names(), *EXPERTS, "all-linear"}
     unknown = [repr(target) for target in job.finetuning.targets if target not in known]
     if not unknown:
         return ""
@@ -47,6 +47,16 @@ def assumption_on_fsdps_offload(job: TrainingJob) -> str:
     return (
         "FSDP keeps gradients and optimizer states on the host where the weights are (offload.parameters); "
         "offload.optimizer=true is assumed."
+    )
+
+
+def assumption_on_prompts(job: TrainingJob) -> str:
+    """An assumption for a loss over pairs or single completions that is not told how long they are; "" otherwise."""
+    if job.loss.kind not in ("dpo", "kto") or job.loss.completion_length is not None:
+        return ""
+    return (
+        f"loss.kind={job.loss.kind!r} scores every token but the first: prompts are taken to be empty. Where they are not, "
+        "loss.completion_length says how many tokens at the end of each sequence are scored, and fewer need less."
     )
 
 

@@ -22,8 +22,6 @@ from peakcast.jobs.loss import PAIRS
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.parallelism import Sharding
 from peakcast.jobs.spec import IN_8_BITS, PAGED, ActivationCheckpointing, Offload, TrainingJob
-from peakcast.jobs.trained_parts import copied_inside, copies_head, copies_table, ends_named
-from peakcast.jobs.trained_parts import trains_other_parts as trains_others
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.context import SHIFTED_WITH_NLL
 from peakcast.models.ledger.huggingface.blocks.traits import has_mask_of_heads, kinds_of_layers, slides_anywhere
@@ -34,6 +32,8 @@ from peakcast.models.ledger.parameters.inventory import layer_parameters
 from peakcast.models.ledger.scope import adapter_targets
 from peakcast.models.ledger.scope.fact import Fact, above, fact, option, setting, trait
 from peakcast.networks.families import family, family_of
+from peakcast.networks.trained_parts import copied_inside, copies_head, copies_table, ends_named
+from peakcast.networks.trained_parts import trains_other_parts as trains_others
 
 # -- stack and task ------------------------------------------------------------------------------------------------------
 
@@ -96,6 +96,7 @@ beyond_window = Fact(lambda job: slides_anywhere(job.architecture, job.sequence_
 
 adapts = ~setting("finetuning.method", "full")
 quantized = setting("finetuning.quantization")
+classifies = ~setting("architecture.head", "language_model") & setting("loss.kind", "cross_entropy")
 preference = ~setting("loss.kind", "cross_entropy")
 has_reference = Fact(lambda job: job.reference == "model", "a reference network")
 optimizer_in_backward = option("optimizer_in_backward")

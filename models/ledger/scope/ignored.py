@@ -15,6 +15,7 @@ from peakcast.jobs.spec import DECAYING_GRADIENTS, Precision, TrainingJob
 from peakcast.models.ledger.scope import facts
 from peakcast.models.ledger.scope.fact import Fact
 from peakcast.networks.families import family_of
+from peakcast.networks.trained_parts import passed_over
 
 DEFAULT = Precision()
 WIDTH = {"float32": 4, "float8": 1}
@@ -65,7 +66,7 @@ def ignored_findings(job: TrainingJob) -> tuple[Finding, ...]:
         if value is not None and value != default_of(job.framework, name):
             found.append(_ignored(f"framework_options.{name}", value, f"it {effect}", direction))
     megatrons = _of_megatron(job) if job.framework == "megatron" else _of_torch(job)
-    return (*found, *megatrons, *_expert_tensor_parallel(job), *_idle(job))
+    return (*found, *megatrons, *_expert_tensor_parallel(job), *_idle(job), *_passed_over(job))
 
 
 def _ignored(parameter: str, value: object, why: str, direction: Direction) -> Finding:
@@ -128,6 +129,19 @@ def _idle(job: TrainingJob) -> Iterator[Finding]:
             value, parameter = getattr(getattr(job, group), name), f"{group}.{name}"
             if value != type(getattr(job, group)).__dataclass_fields__[name].default:
                 yield Finding("setting_without_effect", parameter, "either", f"{parameter}={value!r} has no effect: {why}.")
+
+
+def _passed_over(job: TrainingJob) -> Iterator[Finding]:
+    """Names in `modules_to_save` of ends that the network does not have."""
+    if facts.adapts(job) and (names := passed_over(job)):
+        own = family_of(job.architecture).names
+        yield Finding(
+            "setting_without_effect",
+            "finetuning.modules_to_save",
+            "either",
+            f"finetuning.modules_to_save names {', '.join(names)}, which {job.architecture.name!r} does not have: peft "
+            f"passes them over, and nothing is counted for them. It has {own.table[0]} and {own.head[0]}.",
+        )
 
 
 def _expert_tensor_parallel(job: TrainingJob) -> tuple[Finding, ...]:

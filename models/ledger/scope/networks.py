@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
 from peakcast.models.ledger.scope.fact import setting, trait
-from peakcast.models.ledger.scope.table import Section, fails, guessed, more, nearly, nearly_less, nearly_more, unknown
+from peakcast.models.ledger.scope.table import (
+    Section,
+    fails,
+    guessed,
+    less,
+    more,
+    nearly,
+    nearly_less,
+    nearly_more,
+    unknown,
+)
 
 # fmt: off
 NETWORKS = Section("networks", (
@@ -27,6 +37,18 @@ NETWORKS = Section("networks", (
     unknown("architecture", job.otherwise_than_four_hidden,
             "{architecture.name!r} has intermediate_size={architecture.intermediate_size}, but transformers makes MPT's "
             "feed-forward 4 * hidden_size wide whatever its configuration says; use {four_hidden}."),
+))
+
+CLASSIFIERS = Section(
+    "classifiers", when=job.classifies, start="architecture.head={architecture.head!r} ", rows=(
+    less("architecture.head", job.megatron | ~(job.decoder | job.encoder),
+         "is counted for decoders and encoders of Hugging Face transformers only; here the head that predicts words is."),
+    unknown("architecture.head", job.compiles, "is not modelled with torch.compile."),
+    unknown("architecture.head", job.generates, "generates nothing: task={task!r} is not modelled for it."),
+    unknown("architecture.head", job.divides_model | job.zero3,
+            "was compared with traces on one GPU, under DDP, FSDP and ZeRO-2 only."),
+    unknown("architecture.head", job.encoder & job.replicated & ~job.asks_ddp,
+            "of an encoder was compared with traces on one GPU and under DDP only."),
 ))
 
 # LitGPT's config_hub/finetune/README.md, its tutorials/resource-tables.md and torchtune's README.md print such runs' peaks

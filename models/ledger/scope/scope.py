@@ -18,7 +18,7 @@ from peakcast.models.ledger.recorded.covering import (
 )
 from peakcast.models.ledger.scope.kernels import ATTENTION, COMPILED, FUSED_KERNELS, TIMED_KERNELS
 from peakcast.models.ledger.scope.layouts import LAYOUTS, ZERO
-from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, NETWORKS, OWN_NETWORKS, TRACED_NETWORKS
+from peakcast.models.ledger.scope.networks import CLASSIFIERS, ENCODER_DECODERS, NETWORKS, OWN_NETWORKS, TRACED_NETWORKS
 from peakcast.models.ledger.scope.table import ScopeLimit, Section
 from peakcast.models.ledger.scope.training import (
     ADAM_MINI,
@@ -35,7 +35,7 @@ from peakcast.models.recipes.baseline_choice import stack_traces, tracer
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.shelf import installed_libraries, wants_recipe
 
-EVERY_STACK = (BATCHES, PREFERENCES, LENGTHS, FROZEN)
+EVERY_STACK = (BATCHES, CLASSIFIERS, PREFERENCES, LENGTHS, FROZEN)
 PYTORCH = (
     *(NETWORKS, OWN_NETWORKS, ENCODER_DECODERS, LAYOUTS, SETTINGS, MIXTURES, ADAPTERS, ATTENTION, FUSED_KERNELS),
     *(ZERO, COMPILED, TIMED_KERNELS, UPDATES_IN_BACKWARD, ADAM_MINI),

@@ -38,7 +38,8 @@ PREFERENCES = Section("preference losses (TRL)", when=job.preference, start="los
             "under autocast; others are counted as if they took log-probabilities as some release of trl does: ask with "
             "your command (`peakcast dryrun`)."),
     Section("preference losses under ZeRO", when=job.zero, start="under ZeRO", rows=(
-        unknown(_KIND, setting("parallelism.data_parallel_size", 1), " was compared with traces of several ranks only."),
+        unknown(_KIND, setting("parallelism.data_parallel_size", 1) & job.zero3 & job.adapts,
+                "-3 on one rank with adapters: a traced first step had 20 % more than is counted."),
         unknown(_KIND, setting("loss.kind", "reward") & job.zero3,
                 "-3 was compared with no trace: transformers 5.17 cannot make a classifier's weights in parts."),
         more(_KIND, job.zero3 & job.copies_ends,

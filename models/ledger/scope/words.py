@@ -7,11 +7,11 @@ from collections.abc import Callable
 from peakcast.core.versions import OWN_NETWORK_STACKS
 from peakcast.jobs.conventions import adapter_dtype, conventions
 from peakcast.jobs.spec import TrainingJob
-from peakcast.jobs.trained_parts import copied_inside, ends_named
 from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.models.ledger.scope.adapter_targets import shared_expert_projections
 from peakcast.models.ledger.scope.facts import rounds, tokens
 from peakcast.networks.families import families_where, family_of
+from peakcast.networks.trained_parts import copied_inside, ends_named
 
 
 def _listed(names: object) -> str:

@@ -40,7 +40,7 @@ from peakcast.dialects.huggingface.parallelism import (
     layout_and_offload,
     started_with,
 )
-from peakcast.dialects.huggingface.post_training import SCORING, with_scores
+from peakcast.dialects.huggingface.post_training import with_head
 from peakcast.dialects.huggingface.quantization import quantization_of
 from peakcast.dialects.huggingface.unsloth import ALLOCATOR, NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
 from peakcast.jobs.architecture import Architecture
@@ -141,8 +141,7 @@ def from_huggingface(
     job = _with_options(job, options, notes)
     named = model.get("architectures")
     model_class = training.text("model_class", str(named[0]) if isinstance(named, list) and named else "")
-    if SCORING.fullmatch(model_class):
-        job = with_scores(job, model_class, notes)
+    job = with_head(job, model_class, notes)
     mesh = training.raw("parallelism_config") or {}
     job = of_training(job, mesh, notes) if isinstance(mesh, Mapping) else job
     note_evaluation(job, training, notes)

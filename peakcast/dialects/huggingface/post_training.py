@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
@@ -75,12 +75,26 @@ def sequences_per_sample(program: str) -> int:
 
 SCORING = re.compile(r"AutoModel|\w+For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)")
 """Classes of networks whose head has few outputs, or none, in the place of the vocabulary's."""
+CLASSIFIERS: dict[str, Literal["sequence_classifier", "token_classifier"]] = {
+    "SequenceClassification": "sequence_classifier",
+    "TokenClassification": "token_classifier",
+    "QuestionAnswering": "token_classifier",
+}
+"""What such a class is for -> the head of the architecture."""
 
 
-def with_scores(job: TrainingJob, model_class: str, notes: Notes) -> TrainingJob:
-    """`job` with the head of `model_class`, which makes no logits of the vocabulary: for decoders that of a reward model,
-    with one output. The head of other networks stays as it is, with a note."""
-    network = job.architecture
+def with_head(job: TrainingJob, model_class: str, notes: Notes) -> TrainingJob:
+    """`job` with the head of `model_class`: a classifier's of decoders and encoders, where a span's begin and end are two
+    classes of each token. A network without a head, or with one that is not counted, has that of a reward model, or that
+    which predicts words, with a note."""
+    network, found = job.architecture, SCORING.fullmatch(model_class)
+    if found is None:
+        explicit = model_class and network.head != "language_model"
+        return job.replace(architecture=replace(network, head="language_model")) if explicit else job
+    if network.kind in ("decoder", "encoder") and (head := CLASSIFIERS.get(found[1] or "")):
+        labels = network.num_labels if network.head == head else 2
+        network = replace(network, head=head, num_labels=labels)
+        return job.replace(architecture=network, loss=replace(job.loss, fused_linear_cross_entropy=False))
     told = f"{model_class} has no output for each word of the vocabulary; "
     if network.kind != "decoder":
         notes.unsupported.append(f"{told}the head that predicts words is counted.", "loss.kind", "less")

@@ -8,6 +8,7 @@ from peakcast.collectors.measure.grid import expand
 from peakcast.jobs.conventions import adapter_dtype
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
+from peakcast.models.ledger.scope.ignored import ignored_findings
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.timelines.timeline import Category
 
@@ -57,6 +58,18 @@ def test_a_copied_table_gives_the_first_layer_an_input_with_a_gradient():
     first = [ledger(job(copies)) for copies in ([], ["embed_tokens"])]
     kept = [{name for name, module in zip(one.names, one.modules, strict=True) if module == "layers.0"} for one in first]
     assert kept[0] < kept[1]
+
+
+def test_names_of_other_families_ends_are_passed_over():
+    """peft looks for modules whose name ends so, and says nothing where there is none."""
+    of_others = job(["wte", "embed_out", "lm_head"])
+    assert [one.name for one in stored_parameters(of_others)] == [one.name for one in stored_parameters(job(["lm_head"]))]
+    (said,) = ignored_findings(of_others)
+    assert said.parameter == "finetuning.modules_to_save"
+    assert "names wte, embed_out, which" in said.sentence
+    gpt2 = {"architecture": {"name": "gpt2", "num_hidden_layers": 2}, "tuning": {"targets": ["c_attn"]}}
+    for name, copies in (("wte", 1), ("embed_tokens", 0)):
+        assert sum(one.trains and one.is_token_table for one in stored_parameters(job([name], **gpt2))) == copies
 
 
 def test_what_libraries_refuse_is_said():

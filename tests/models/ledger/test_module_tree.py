@@ -75,7 +75,7 @@ def test_a_gradient_belongs_to_its_modules_tensor_not_to_another_of_its_size():
 
 
 def test_an_adapters_matrices_are_stored_without_a_suffix_and_a_classifiers_head_is_in_the_heads_block():
-    made = gradients(("self_attn.q_proj.lora_B.weight", 512), ("lm_head.score.weight", 512))
+    made = gradients(("self_attn.q_proj.lora_B.weight", 512), ("score.weight", 512))
     tensors = [stored("score.weight", 1, 512), stored("self_attn.q_proj.lora_B", 32, 16)]
     assert tensors_of_gradients(made, [0, 1], tensors, 2) == {0: 1, 1: 0}
 

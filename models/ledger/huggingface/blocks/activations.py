@@ -8,14 +8,15 @@ from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tensor
 
 
-def activation(build: BlockBuilder, x: Tensor) -> Tensor:
-    """The activation function of `x`. gelu_new is Python code in transformers (activations.py NewGELUActivation)."""
+def activation(build: BlockBuilder, x: Tensor, elements: int) -> Tensor:
+    """The activation function of `x`, which has that many `elements`; a quantised Linear returns as wide ones as it gets.
+    gelu_new is Python code in transformers (activations.py NewGELUActivation)."""
     context, tape, name = build.context, build.tape, build.context.architecture.hidden_act
-    autocast, element = context.precision.autocast, context.precision.compute_bytes
+    widens = context.precision.autocast and x.num_bytes < elements * FP32  # pow is on autocast's fp32 list
     if name in ("gelu_new", "gelu_fast") and not context.kernels.gelu:
         half, wide = ops.scale(tape, x, "mlp.gelu_new.half"), x
-        if autocast and element != FP32:  # pow is on autocast's fp32 list; later results stay wide
-            wide = ops.cast(tape, x, x.num_bytes // element * FP32, "mlp.gelu_new.to_float32")
+        if widens:  # later results stay wide
+            wide = ops.cast(tape, x, elements * FP32, "mlp.gelu_new.to_float32")
         cube = ops.unary(tape, wide, "mlp.gelu_new.pow", backward_temporary_bytes=2 * wide.num_bytes)
         cube = ops.scale(tape, cube, "mlp.gelu_new.coefficient")
         inner = ops.add(tape, x, cube, "mlp.gelu_new.add")
@@ -29,8 +30,8 @@ def activation(build: BlockBuilder, x: Tensor) -> Tensor:
         return ops.unary(tape, x, "mlp.relu2")
     if name == "relu2":
         relu = base = ops.unary_of_result(tape, x, "mlp.relu")
-        if context.precision.autocast and context.precision.compute_bytes != FP32:  # pow is on autocast's fp32 list
-            base = ops.cast(tape, relu, x.num_bytes // context.precision.compute_bytes * FP32, "mlp.square.to_float32")
+        if widens:
+            base = ops.cast(tape, relu, elements * FP32, "mlp.square.to_float32")
         square = ops.unary(tape, base, "mlp.square", backward_temporary_bytes=2 * base.num_bytes)
         for variable in (x, relu):
             tape.hold(variable)

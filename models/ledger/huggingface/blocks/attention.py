@@ -60,7 +60,8 @@ def _projected(build: BlockBuilder, x: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     query, key_value, bias = architecture.query_size, architecture.key_value_size, architecture.attention_bias
     attention_of, names = family_of(architecture).attention, family_of(architecture).names
     if architecture.fused_qkv or context.adapters.joined_parts:
-        fused, token = _joined(build, x, bias), context.rows * context.precision.compute_bytes
+        fused = _joined(build, x, bias)
+        token = fused.num_bytes // (query + 2 * key_value)  # bytes of one element of all tokens
         q, k, v = tape.split(fused, [query * token, key_value * token, key_value * token], "qkv_split")
         if attention_of.expands_key_value and architecture.num_key_value_heads > 1:
             whole = q.num_bytes

@@ -217,6 +217,9 @@ class Packing:
 
     mask_of_batch: bool = False
     """Whether every sequence of the batch has its own mask."""
+    comes_with_mask: bool = False
+    """Whether collators send a mask of ones with the tokens, so that a mask that is needed anyway has a part for each
+    sequence (transformers 5.17 `masking_utils.py` padding_mask_function)."""
     valid_rows: int = 0
     """Number of tokens that are not padding, to which flash attention is restricted; 0 if there is no padding."""
     num_sequences: int = 0

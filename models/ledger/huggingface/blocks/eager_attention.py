@@ -39,8 +39,8 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     weights = returned = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.attention_dropout")
     if weights.num_bytes != elements * context.precision.compute_bytes:
         weights = ops.cast(tape, weights, elements * context.precision.compute_bytes, "self_attn.weights_cast")
-    v_used = v if eager.joins_heads_first else _joined(build, v, "v", by_head=layout.by_head)
-    summed = v.num_bytes // context.keys * context.sequence
+    v_used = _narrowed(build, v if eager.joins_heads_first else _joined(build, v, "v", by_head=layout.by_head))
+    summed = v_used.num_bytes // context.keys * context.sequence
     output = ops.matmul(tape, weights, v_used, summed, "self_attn.weighted_sum")
     if context.sequence > 1:  # .transpose(1, 2).contiguous()
         output = ops.copy(tape, output, "self_attn.contiguous")
@@ -51,6 +51,15 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     build.variables.append(returned)  # the attention module also returns the weights
     build.attention_weights = returned
     return output
+
+
+def _narrowed(build: BlockBuilder, v: Tensor) -> Tensor:
+    """The values as autocast multiplies them: those that a quantised Linear made of a wide input are wide."""
+    context, architecture = build.context, build.context.architecture
+    width = architecture.mla.v_head_dim if architecture.mla else architecture.head_dim
+    size = context.batch * context.keys * architecture.num_attention_heads * width * context.precision.compute_bytes
+    wide = context.precision.autocast and v.num_bytes > size
+    return ops.cast(build.tape, v, size, "self_attn.v_cast") if wide else v
 
 
 class _KeyLayout(NamedTuple):
@@ -112,10 +121,11 @@ def _masked_scores(build: BlockBuilder, scores: Tensor, elements: int, size: int
 
 def _softmax(build: BlockBuilder, scores: Tensor, elements: int, query_bytes: int) -> tuple[Tensor, list[Tensor]]:
     """The attention weights and the tensors to which variables refer until attention returns. In fp32 and, in most
-    families, converted to the queries' dtype; the scores' variable is reassigned only after that."""
+    families, converted to the queries' dtype, or the values', which is the same; the scores' variable is reassigned only
+    after that."""
     context, tape = build.context, build.tape
     wide, eager = elements * FP32, family_of(context.architecture).eager_attention
-    narrow = elements * (query_bytes if eager.softmax == "float32" else context.precision.compute_bytes)
+    narrow = elements * query_bytes
     widened = scores.num_bytes < wide and (eager.softmax == "float32" or context.precision.autocast)
     weights = softmax(build, scores, wide if widened else scores.num_bytes, "self_attn.softmax")
     tape.hold(scores)

@@ -10,10 +10,10 @@ from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.chunked_loss import chunked_cross_entropy
+from peakcast.models.ledger.huggingface.blocks.classifier_heads import class_scores
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.fused_loss import fused_loss
 from peakcast.models.ledger.huggingface.blocks.preference_heads import (
-    score,
     token_log_probabilities,
     whole_log_probabilities,
 )
@@ -50,10 +50,12 @@ def head(context: HFContext) -> Template:
 
 def loss_of(context: HFContext) -> str:
     """Which of LOSSES the network has."""
+    if context.architecture.head != "language_model":
+        return "classifier"
     if context.loss.smooths_labels:
         return "smoothed"
     if context.kernels.loss == "tiles" or context.loss.kind != "cross_entropy":
-        return "reward" if context.loss.kind == "reward" else "log_probabilities"
+        return "log_probabilities"
     if context.kernels.fused_loss:
         return "fused"
     if context.kernels.loss == "chunked_logits" and not context.group.loss:
@@ -63,10 +65,9 @@ def loss_of(context: HFContext) -> str:
     return "compiled" if "loss" in context.compiled else "whole_logits"
 
 
-def _scores(build: BlockBuilder, final: Tensor, sequence_output: Tensor) -> None:
-    """A reward model's score of each sequence."""
-    build.tape.begin_loss()
-    score(build, final)
+def _classes(build: BlockBuilder, final: Tensor, sequence_output: Tensor) -> None:
+    """A classifier's scores."""
+    class_scores(build, final)
     build.tape.hold(final)
 
 
@@ -116,7 +117,7 @@ def _smoothed(build: BlockBuilder, final: Tensor, sequence_output: Tensor) -> No
 
 
 LOSSES: dict[str, Callable[[BlockBuilder, Tensor, Tensor], None]] = {
-    "reward": _scores,
+    "classifier": _classes,
     "log_probabilities": _log_probabilities,
     "fused": _fused,
     "chunked_logits": _chunked,
@@ -136,10 +137,12 @@ def _final_states(build: BlockBuilder) -> tuple[Tensor, Tensor]:
     architecture, rows, width = context.architecture, context.rows, context.architecture.hidden_size
     hidden = tape.input(context.stream_rows * width * context.stream_bytes)
     sequence_output = hidden
+    if architecture.kind == "encoder" and architecture.head != "language_model":
+        return hidden, sequence_output
     if architecture.kind == "encoder":  # the masked-token head's own projection
         with tape.marked(Mark.LM_HEAD):
             hidden = build.projection(hidden, width, width, "lm_head.dense", True)
-            hidden = activation(build, hidden)
+            hidden = activation(build, hidden, rows * width)
     final = build.norm(hidden, width, "final_norm", context.stream_rows)
     tape.hold(hidden)  # the model's variable refers to it while the last norm runs
     if context.precision.narrows_final_norm and final.num_bytes > rows * width * context.precision.weight_bytes:
@@ -190,7 +193,7 @@ def _lm_head(build: BlockBuilder, x: Tensor, layer: LinearLayer) -> Tensor:
 def logits_bytes_kept_by_outputs(context: HFContext, *, widened: bool) -> int:
     """Bytes of the logits in the model's outputs, which the caller may keep; 0 with a fused loss. `widened`: accelerate's
     `convert_outputs_to_fp32` has made them fp32 under autocast."""
-    if context.kernels.fused_loss or loss_of(context) in ("log_probabilities", "reward"):
+    if context.kernels.fused_loss or loss_of(context) in ("log_probabilities", "classifier"):
         return 0
     wide = context.loss.logits_upcast in ("model", "model_unshifted", "wrapper") or (widened and context.precision.autocast)
     element = FP32 if wide else context.precision.compute_bytes

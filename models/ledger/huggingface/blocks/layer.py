@@ -123,15 +123,15 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     architecture, tape = build.context.architecture, build.tape
     width, inner = architecture.hidden_size, architecture.intermediate_size
     bias, names = architecture.mlp_bias, family_of(architecture).names
-    rows, size = build.context.rows, build.context.precision.compute_bytes
+    rows, elements = build.context.rows, build.context.rows * inner
     x = arguments = gather_sequence(tape, x, build.context.group, "mlp")
     if architecture.gated_mlp and architecture.fused_gate_up:  # one matrix; the halves are views
         fused = build.columns(x, width, 2 * inner, f"mlp.{names.gate_up}", bias)
-        gate, up = tape.split(fused, [rows * inner * size] * 2, "mlp.chunk")
+        gate, up = tape.split(fused, [fused.num_bytes // 2] * 2, "mlp.chunk")
         if build.context.kernels.gated_activation:  # its kernel wants contiguous halves
             product = _swiglu(tape, ops.copy(tape, gate, "mlp.gate"), ops.copy(tape, up, "mlp.up"))
         else:
-            product = ops.multiply(tape, activation(build, gate), up, "mlp.product")
+            product = ops.multiply(tape, activation(build, gate, elements), up, "mlp.product")
     elif architecture.gated_mlp and is_fused(build, each := [f"mlp.{n}" for n in (names.gate, names.up, names.down)], bias):
         gate_name, up_name, down_name = each
         return fused_feed_forward(build, x, width, inner, (gate_name, up_name, down_name))
@@ -140,11 +140,11 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
         up = build.columns(x, width, inner, f"mlp.{names.up}", bias)
         product = _swiglu(tape, gate, up)
     elif architecture.gated_mlp:
-        activated = activation(build, build.columns(x, width, inner, f"mlp.{names.gate}", bias))
+        activated = activation(build, build.columns(x, width, inner, f"mlp.{names.gate}", bias), elements)
         up = build.columns(x, width, inner, f"mlp.{names.up}", bias)
         product = ops.multiply(tape, activated, up, "mlp.product")
     else:
-        product = activation(build, build.columns(x, width, inner, f"mlp.{names.up}", bias))
+        product = activation(build, build.columns(x, width, inner, f"mlp.{names.up}", bias), elements)
     if family_of(architecture).layer.norm_after_residual:
         build.variables.append(product)  # it is an argument of the module that has the norm (`BertOutput`)
     output = build.rows_summed(product, inner, width, f"mlp.{names.down}", bias)

@@ -1,21 +1,17 @@
-"""The heads of preference training in TRL's trainers: log-probabilities of tokens, without whole logits, and scores of
-sequences.
+"""The heads of preference training in TRL's trainers: log-probabilities of tokens, without whole logits.
 
 Source: trl 1.16.0 `trainer/utils.py` add_fused_lm_head, `kernels/chunked_logprob.py` ChunkedLogProbFunction; the same since
-1.15.0. Assumes that every position but each sequence's last is scored; in a real run those of the prompt are not
-(`completion_mask`).
+1.15.0. Positions of the prompt are not scored (`completion_mask`); without `loss.completion_length` a prompt is empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from peakcast.core.units import FP32, INT32, INT64
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.architecture import Architecture
-from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.primitives import LinearLayer
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.timelines.timeline import Category
 
@@ -108,21 +104,6 @@ def _softmax_of_sequences(tape: Tape, logits: Tensor, context: HFContext) -> Non
     tape.operation(
         "log_probabilities", [logits], context.rows * FP32, saves=kept, backward_temporary_bytes=logits.num_bytes
     )
-
-
-def score(build: BlockBuilder, hidden: Tensor) -> None:
-    """A sequence classifier's head with one output: a score for every position, of which the last position's is used
-    (transformers 5.17 `modeling_layers.py` GenericForSequenceClassification). It trains even if the rest trains adapters
-    only."""
-    context, tape = build.context, build.tape
-    rows, width = context.rows, context.architecture.hidden_size
-    with tape.marked(Mark.LM_HEAD):
-        size = context.precision.weight_bytes
-        layer = LinearLayer(name="lm_head.score", in_features=width, out_features=1, element_bytes=size)
-        scores = build.linear(hidden, layer)
-        tape.operation("lm_head.last_position", [], rows * INT32, gradients=[], forward_temporary_bytes=2 * rows * INT32)
-        pooled = tape.operation("lm_head.pooled", [scores], context.batch * context.precision.compute_bytes)
-    tape.operation("loss", [pooled], FP32, saves=Saved(extra_bytes=[FP32]))
 
 
 def scored_rows(context: HFContext) -> int:

@@ -73,7 +73,7 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
         gate, up = tape.split(both, [pairs * inner * size] * 2, "mlp.experts.chunk")
         product = ops.multiply(tape, ops.unary(tape, gate, "mlp.experts.act"), up, "mlp.experts.product")
     else:
-        product = activation(build, both)
+        product = activation(build, both, pairs * inner)
     down_bias = _bias(build, rows.ids, moe, pairs, width, "mlp.experts.down_proj_bias")
     for variable in bias:
         tape.hold(variable)
@@ -266,7 +266,8 @@ def _shared_expert(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Ten
     """The expert that all tokens use."""
     width, inner = build.context.architecture.hidden_size, moe.shared_expert_intermediate_size
     if not build.context.architecture.gated_mlp:
-        product = activation(build, build.projection(x, width, inner, "mlp.shared_expert.up_proj", False))
+        up = build.projection(x, width, inner, "mlp.shared_expert.up_proj", False)
+        product = activation(build, up, build.rows * inner)
         return build.projection(product, inner, width, "mlp.shared_expert.down_proj", False)
     gate = build.projection(x, width, inner, "mlp.shared_expert.gate_proj", False)
     activated = ops.unary(build.tape, gate, "mlp.shared_expert.act")

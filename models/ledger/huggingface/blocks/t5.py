@@ -284,7 +284,7 @@ def _feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     width, inner, rows = architecture.hidden_size, architecture.intermediate_size, context.rows
     normed = build.norm(x, width, f"{FEED_FORWARD}.layer_norm")
     up = [f"{FEED_FORWARD}.{name}" for name in up_projections(architecture)]
-    y = activation(build, build.projection(normed, width, inner, up[0], False))
+    y = activation(build, build.projection(normed, width, inner, up[0], False), rows * inner)
     variables = [normed]
     if architecture.gated_mlp:
         variables += [y, build.projection(normed, width, inner, up[1], False)]
