@@ -6,6 +6,7 @@ Source: `transformers_page.jsonl`; the facts about it are in `datasets/README.md
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ ASSUMPTIONS = (
     "peak_device_bytes is NVML's use of the GPU after training, in whole MiB; nothing empties PyTorch's cache before.",
     "torch 1.10 has no foreach, and transformers 4.15's default optimizer is a loop of its own.",
 )
-CLASSIFIER = "BERT with a classifier; it is counted with the head of a language model."
+KEEPS_GRADIENTS = "torch before 2.0 keeps gradients between steps, which is not counted."
 
 
 def read_transformers_page(path: Path) -> list[Measurement]:
@@ -25,4 +26,6 @@ def read_transformers_page(path: Path) -> list[Measurement]:
 
 
 def _reading(record: Mapping[str, Any]) -> ImportedRow:
-    return ImportedRow(job=row_job(record), assumptions=ASSUMPTIONS, out_of_scope=(CLASSIFIER,))
+    job = row_job(record)
+    classifier = replace(job.architecture, head="sequence_classifier")
+    return ImportedRow(job=job.replace(architecture=classifier), assumptions=ASSUMPTIONS, out_of_scope=(KEEPS_GRADIENTS,))
