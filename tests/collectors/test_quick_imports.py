@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from peakcast.collectors.dryrun import quick_imports
+from peakcast.collectors.machine import quick_imports
 
 
 def test_what_files_export_is_read_from_the_end():
