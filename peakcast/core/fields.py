@@ -91,7 +91,8 @@ def to_mapping(value: object) -> Any:
     if value is None or type(value) in _PLAIN:  # most values by far
         return value
     if dataclasses.is_dataclass(value):
-        said = ((name, getattr(value, name), left_out) for name, left_out in _written(type(value)))
+        kind: Any = type(value)
+        said = ((name, getattr(value, name), left_out) for name, left_out in _written(kind))
         return {name: to_mapping(item) for name, item, left_out in said if item != left_out}
     if isinstance(value, FrozenMapping):
         return {key: to_mapping(item) for key, item in value.items()}
