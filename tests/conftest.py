@@ -17,6 +17,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from peakcast.collectors.machine import quick_imports
 from peakcast.core.cores import available_cores
 from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.timelines.files import STEPS, timeline_from_mapping, unpack
@@ -42,6 +43,8 @@ os.environ["PEAKCAST_CONSTANTS"] = str(Path(__file__).parent / "no-such-folder")
 os.environ["PEAKCAST_RECORD"] = "never"
 RECIPES = tempfile.TemporaryDirectory(prefix="peakcast-tests-")
 os.environ["PEAKCAST_RECIPES"] = RECIPES.name
+# transformers is imported here as in the processes that trace its networks
+quick_imports.install()
 # how long an example takes says how busy the machine is
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")

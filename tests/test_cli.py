@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from peakcast import api
+from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.commands import cli
 from peakcast.commands.cli import FITS_EXIT_CODES
 from peakcast.core.units import GIB
@@ -281,6 +282,8 @@ OTHER_QUESTIONS = {cli.evaluate: api.check, cli.predict: api.predict_batch, cli.
 OTHER_QUESTIONS |= {cli.record: api.record_all, cli.replay: api.replay_all}
 """What a command calls instead with --against, with --batch, with `constants` in the place of a grid, with --all, and with
 several files."""
+SETTINGS = {cli.collect: CollectSettings}
+"""The value that a function takes many of its arguments in."""
 
 
 COMMANDS = [command.callback for command in cli.app.registered_commands if command.callback]
@@ -294,6 +297,8 @@ def test_every_command_has_a_function_of_the_same_name_and_arguments(command: Ca
     offered = set(inspect.signature(getattr(api, command.__name__)).parameters)
     if command in OTHER_QUESTIONS:
         offered |= set(inspect.signature(OTHER_QUESTIONS[command]).parameters)
+    if command in SETTINGS:
+        offered |= set(inspect.signature(SETTINGS[command]).parameters)
     assert set(inspect.signature(command).parameters) - own - of_a_job <= offered
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -139,9 +140,34 @@ def running(command, environment, folder, port, path):
         process.wait(timeout=30)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, empty_store):
-    """The port of a server of the registered model, started as a user would start it."""
+@contextmanager
+def served_here(folder):
+    """A context with the port of MLflow's server of the model in `folder`, which runs in this process."""
+    import mlflow.pyfunc
+    import uvicorn
+    from mlflow.pyfunc import scoring_server
+
+    application = scoring_server.init(mlflow.pyfunc.load_model(str(folder)))
+    server = uvicorn.Server(uvicorn.Config(application, host="127.0.0.1", port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.05)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    thread.join(10)
+
+
+@pytest.fixture(scope="module", params=["here", pytest.param("as a user starts it", marks=pytest.mark.whole)])
+def server(request, tmp_path_factory, empty_store):
+    """The port of a server of the model; in the whole lane also of the registered one, started as a user would start it,
+    which takes ten seconds."""
+    if request.param == "here":
+        from peakcast import tracking
+
+        with served_here(tracking._save_model(tmp_path_factory.mktemp("model"), CALIBRATION)) as port:
+            yield port
+        return
     folder = tmp_path_factory.mktemp("served") / "store"
     shutil.copytree(empty_store, folder)
     tracker = Tracker(folder)
@@ -264,6 +290,7 @@ def test_the_uncalibrated_baseline_is_what_this_server_answers_with():
 # -- a store on a server --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.whole  # MLflow's client finds the store by its address; test_tracking.py does the same with a file
 def test_a_server_by_its_address_does_what_a_file_does(tmp_path, empty_store):
     shutil.copytree(empty_store, tmp_path / "store")
     port = free_port()

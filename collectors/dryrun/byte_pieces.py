@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from peakcast.collectors.dryrun.noted import DIRECTLY, RunFindings, asker
-from peakcast.collectors.tracing.imports import when_imported
+from peakcast.collectors.machine.imports import when_imported
 
 PACKAGE = "sentencepiece"
 NUM_PIECES = 32_000

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from peakcast.collectors.dryrun.noted import RunFindings
-from peakcast.collectors.tracing.imports import when_imported
+from peakcast.collectors.machine.imports import when_imported
 
 TEXT_ENDS = {"cl100k_base": (100257, 100277), "o200k_base": (199999, 200019), "o200k_harmony": (199999, 201088)}
 """Encoding -> (id of the token that ends a text, number of all tokens). Source: tiktoken 0.14

@@ -15,7 +15,7 @@ from typing import Any
 from peakcast.collectors.dryrun import file_rows
 from peakcast.collectors.dryrun.noted import RunFindings, asker
 from peakcast.collectors.dryrun.token_files import words
-from peakcast.collectors.tracing.imports import when_imported
+from peakcast.collectors.machine.imports import when_imported
 
 BY_ITSELF = frozenset({"peakcast", "requests", "urllib"})
 """Packages between a line of the script and a download that it makes."""

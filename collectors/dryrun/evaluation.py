@@ -14,7 +14,7 @@ import torch
 
 from peakcast.collectors.dryrun.noted import RunFindings, where
 from peakcast.collectors.dryrun.repeated_forwards import RepeatedForwards
-from peakcast.collectors.tracing.imports import when_imported
+from peakcast.collectors.machine.imports import when_imported
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.core.units import format_gib
 

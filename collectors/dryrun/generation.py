@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from peakcast.collectors.dryrun.noted import RunFindings
-from peakcast.collectors.tracing.imports import when_imported
+from peakcast.collectors.machine.imports import when_imported
 
 FEW = 8
 """Tokens that are generated at either end."""

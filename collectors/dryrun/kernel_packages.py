@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from peakcast.collectors.dryrun.noted import DIRECTLY, RunFindings, asker
+from peakcast.collectors.machine.imports import when_imported
 from peakcast.collectors.tracing import inductor, triton_stub
-from peakcast.collectors.tracing.imports import when_imported
 
 FLASH_ATTENTION = ("flash_attn", "flash_attn_interface")
 """Flash attention 2 and 3 (Hopper's)."""

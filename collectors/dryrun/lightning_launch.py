@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from peakcast.collectors.tracing.imports import when_imported
+from peakcast.collectors.machine.imports import when_imported
 
 CONNECTORS = {
     "lightning.pytorch.trainer.connectors.accelerator_connector": "_AcceleratorConnector",

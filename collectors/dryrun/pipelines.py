@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.tracing.imports import when_imported
+from peakcast.collectors.machine.imports import when_imported
 from peakcast.core.errors import CollectorError
 
 

@@ -16,8 +16,8 @@ from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
 from peakcast.collectors.dryrun.quantized import quantize, quantizer_of
 from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.synthetic_rows import Rows
+from peakcast.collectors.machine.imports import when_imported
 from peakcast.collectors.stacks.parts import quantized_fakes
-from peakcast.collectors.tracing.imports import when_imported
 from peakcast.core import versions
 
 FEWEST_WORDS = 256

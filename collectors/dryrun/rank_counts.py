@@ -13,7 +13,7 @@ import torch
 
 from peakcast.collectors.dryrun import ranks
 from peakcast.collectors.dryrun.noted import RunFindings, asker, where
-from peakcast.collectors.tracing.imports import when_imported
+from peakcast.collectors.machine.imports import when_imported
 
 COUNTED = "PEAKCAST_DRYRUN_COUNTED"
 """Variable that tells programs that a script starts which line has asked how many GPUs there are."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from peakcast.collectors.tracing.imports import when_imported
+from peakcast.collectors.machine.imports import when_imported
 from peakcast.timelines.timeline import Category
 
 _GROUP_USERS = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")

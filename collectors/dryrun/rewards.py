@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from peakcast.collectors.dryrun.noted import RunFindings
-from peakcast.collectors.tracing.imports import when_imported
+from peakcast.collectors.machine.imports import when_imported
 
 TRAINERS = {"trl.trainer.grpo_trainer": "GRPOTrainer", "trl.trainer.rloo_trainer": "RLOOTrainer"}
 """Module of a trainer that takes functions as rewards -> its class."""

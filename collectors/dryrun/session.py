@@ -75,18 +75,10 @@ class Session:
 
     def _stand_in_for_files(self) -> None:
         """Give the script files that this machine lacks: data, tokenizers, packages; shorten the reading of large ones."""
-        from peakcast.collectors.dryrun import (
-            absent_packages,
-            byte_pieces,
-            byte_tokenizers,
-            checked_files,
-            quick_imports,
-            token_files,
-        )
+        from peakcast.collectors.dryrun import absent_packages, byte_pieces, byte_tokenizers, checked_files, token_files
         from peakcast.collectors.dryrun.downloads import Downloads
         from peakcast.collectors.dryrun.lengths import of_rows
 
-        quick_imports.install()
         files = token_files.TokenFiles(self.overlay, self.notes, of_rows(self.question["lengths"]))
         files.install()
         checked_files.install(files.stand_in)

@@ -26,7 +26,7 @@ import numpy as np
 from peakcast.collectors.dryrun import file_rows
 from peakcast.collectors.dryrun.file_overlay import Overlay
 from peakcast.collectors.dryrun.noted import DIRECTLY, ITS_MEANS, RunFindings, asker
-from peakcast.collectors.tracing.imports import when_imported
+from peakcast.collectors.machine.imports import when_imported
 
 BINARY = (".bin", ".npy")
 SUFFIXES = (*BINARY, ".txt")

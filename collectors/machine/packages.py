@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
+from peakcast.collectors.machine import quick_imports
 from peakcast.core.errors import CollectorError
 
 
@@ -28,7 +29,9 @@ def imported(module: str, package: str, *, parameter: str, value: object) -> Any
 
 def import_for_good(libraries: Iterable[str]) -> None:
     """Import those of `libraries` that are installed, and exclude their objects from Python's search for cycles. Each
-    search would visit half a million objects and, in a forked process, copy their memory by writing to it."""
+    search would visit half a million objects and, in a forked process, copy their memory by writing to it. What they import
+    without calling it is left out (`quick_imports.py`)."""
+    quick_imports.install()
     gc.disable()
     for library in libraries:
         with contextlib.suppress(Exception):  # code that needs it imports it again and reports the error

@@ -159,7 +159,7 @@ def _name_states(tracer: Any, model: Any, optimizers: list[Any]) -> None:
 def main(arguments: list[str]) -> int:
     """Prints both timelines as a line of JSON and returns 0, or returns 2 after one sentence on standard error."""
     path, function, *gpu = arguments
-    import_for_good(("torch", "transformers.masking_utils"))
+    import_for_good(("torch",))
     try:
         timelines = trace_here(Path(path), function, *gpu)
     except CollectorError as error:

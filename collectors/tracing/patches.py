@@ -9,9 +9,9 @@ import torch
 from torch import _meta_registrations as shapes
 from torch.nested._internal import sdpa as jagged
 
+from peakcast.collectors.machine.imports import when_imported
 from peakcast.collectors.tracing import copied_tensors
 from peakcast.collectors.tracing.attention import of_jagged, scaled_dot_product_attention
-from peakcast.collectors.tracing.imports import when_imported
 from peakcast.collectors.tracing.known_values import value_of
 
 

@@ -8,7 +8,6 @@ null before another job; it answers each with a line. Recipes are made of walks 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import gc
 import json
 import os
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from peakcast.collectors.machine.packages import import_for_good
 from peakcast.collectors.processes.warm_parent import die_with_parent
 from peakcast.collectors.stacks.parts.skipped_layers import Results, numbered_kinds, skipping
 from peakcast.collectors.stacks.parts.skipped_layers import observed as observed_results
@@ -38,6 +38,8 @@ from peakcast.jobs.spec import Parallelism, TrainingJob
 from peakcast.networks.layer_count import with_layers
 from peakcast.timelines.timeline import Category, Phase
 
+LIBRARIES = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
+"""Without them, networks of libraries that have their own can be walked."""
 PLACED = (Category.PARAMETERS, Category.OPTIMIZER_STATES)
 """Categories that layouts and optimizers add by themselves."""
 Observed = list[tuple[str, Results]]
@@ -312,8 +314,7 @@ def main() -> int:
         return 2
     del torch
     die_with_parent()  # a walk takes minutes, which nobody would wait for
-    with contextlib.suppress(ImportError):  # a library with networks of its own needs none
-        import transformers  # noqa: F401  # loaded once for all jobs
+    import_for_good(LIBRARIES)  # once for all jobs
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

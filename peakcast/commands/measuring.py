@@ -59,24 +59,22 @@ def collect(
         print(render.json_text(render.constants_mapping(read)) if json else render.constants_text(read))
         return
 
+    from peakcast.collectors.measure.settings import CollectSettings
+
+    settings = CollectSettings(
+        trace=trace,
+        budget_minutes=budget_minutes,
+        timeout_seconds=timeout_seconds,
+        gpu=gpu,
+        processes=processes,
+        engine=engine,
+        engine_options=_options(engine_options or []),
+        history=history,
+        ranks=ranks,
+        repeats=repeats,
+    )
     with render.working() as progress:
-        summary = api.collect(
-            grid,
-            shard,
-            budget_minutes=budget_minutes,
-            trace=trace,
-            timeout_seconds=timeout_seconds,
-            gpu=gpu,
-            processes=processes,
-            select=select,
-            engine=engine,
-            engine_options=_options(engine_options or []),
-            history=history,
-            ranks=ranks,
-            repeats=repeats,
-            plot=plot,
-            progress=progress,
-        )
+        summary = api.collect(grid, shard, settings, select=select, plot=plot, progress=progress)
     print(render.json_text(summary) if json else render.summary_text(summary, shard))
     raise typer.Exit(NOTHING_MEASURED if summary.failed and not summary.finished + summary.out_of_memory else 0)
 

@@ -88,9 +88,12 @@ def unsaid(default: Any) -> Any:
 
 def to_mapping(value: object) -> Any:
     """The plain JSON-able form of a dataclass built by `build`; `build(type(v), to_mapping(v)) == v`."""
+    if value is None or type(value) in _PLAIN:  # most values by far
+        return value
     if dataclasses.is_dataclass(value):
-        said = (f for f in dataclasses.fields(value) if f.init and not _left_unsaid(f, value))
-        return {f.name: to_mapping(getattr(value, f.name)) for f in said}
+        kind: Any = type(value)
+        said = ((name, getattr(value, name), left_out) for name, left_out in _written(kind))
+        return {name: to_mapping(item) for name, item, left_out in said if item != left_out}
     if isinstance(value, FrozenMapping):
         return {key: to_mapping(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -98,8 +101,15 @@ def to_mapping(value: object) -> Any:
     return value
 
 
-def _left_unsaid(field: dataclasses.Field[Any], value: object) -> bool:
-    return bool(field.metadata.get("unsaid")) and getattr(value, field.name) == field.default
+_PLAIN = frozenset((str, int, float, bool))
+_NOTHING = object()
+
+
+@functools.cache
+def _written(cls: type) -> tuple[tuple[str, object], ...]:
+    """Name of each field that can be given, and the value with which it is left out; `_NOTHING` if with none."""
+    fields = (f for f in dataclasses.fields(cls) if f.init)
+    return tuple((f.name, f.default if f.metadata.get("unsaid") else _NOTHING) for f in fields)
 
 
 class FrozenMapping(Mapping[str, Any]):

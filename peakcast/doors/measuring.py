@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from peakcast.core.errors import SpecError
 from peakcast.core.extras import need
@@ -14,6 +14,7 @@ from peakcast.core.extras import need
 if TYPE_CHECKING:
     from peakcast.collectors.measure.constants import MeasuredConstants
     from peakcast.collectors.measure.runner import CollectionSummary
+    from peakcast.collectors.measure.settings import CollectSettings
     from peakcast.jobs.spec import TrainingJob
     from peakcast.models.baseline.agreement import Agreement
     from peakcast.searching.search import Progress
@@ -26,47 +27,29 @@ UNNAMED_GPU = "A100-80GB"
 def collect(
     grid: str | Path | Iterable[TrainingJob],
     shard: Path,
+    settings: CollectSettings | None = None,
     *,
-    budget_minutes: float | None = None,
-    trace: bool = False,
-    timeout_seconds: float = 600,
-    gpu: str | None = None,
-    processes: int | None = None,
     select: str = "grid",
-    engine: str = "local",
-    engine_options: Mapping[str, Any] | None = None,
-    history: bool = False,
-    ranks: str = "auto",
-    repeats: int = 1,
     plot: Path | None = None,
     progress: Progress | None = None,
 ) -> CollectionSummary:
     """Measure the cells of `grid` that `shard` does not have yet, each in a process of its own. Returns a summary.
 
+    `settings`: how cells are run (`peakcast.collectors.measure.settings.CollectSettings`); None: measured here, one by one.
     `select`: "grid" runs cells in the grid's order, "informative" first those that tell most about the others, given the
     tables in `datasets/` and `shard`. `plot`: a picture (.png or .svg) of measured against predicted, drawn again as rows
-    come. All other settings are those of `peakcast.collectors.measure.settings.CollectSettings`.
+    come.
     """
-    if engine == "local":  # other engines run cells on machines with packages of their own
-        need("a trace" if trace else "measuring", "torch")
-    from peakcast.collectors.measure.runner import collect as run
     from peakcast.collectors.measure.settings import CollectSettings
+
+    chosen = settings or CollectSettings()
+    if chosen.engine == "local":  # other engines run cells on machines with packages of their own
+        need("a trace" if chosen.trace else "measuring", "torch")
+    from peakcast.collectors.measure.runner import collect as run
     from peakcast.doors.collected import Collected, telling_time
 
-    settings = CollectSettings(
-        trace=trace,
-        budget_minutes=budget_minutes,
-        timeout_seconds=timeout_seconds,
-        gpu=gpu,
-        processes=processes,
-        engine=engine,
-        engine_options=engine_options or {},
-        history=history,
-        ranks=ranks,
-        repeats=repeats,
-    )
     collected, told = Collected(plot), telling_time(progress) if progress else None
-    summary = run(_selected(grid, shard, gpu, select), shard, settings, progress=told, on_row=collected.add)
+    summary = run(_selected(grid, shard, chosen.gpu, select), shard, chosen, progress=told, on_row=collected.add)
     collected.finish()
     summary.errors = collected.table()
     return summary

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from peakcast.answers.explanation import ParameterRow
 from peakcast.core.errors import SpecError
-from peakcast.jobs.spec import Parallelism, TrainingJob
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.spec import Finetuning, Parallelism, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.adapter_tensors import NETWORK, network_tensors
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.parameters.adapter_methods import METHODS, matrix_of
@@ -14,6 +17,9 @@ from peakcast.models.ledger.parameters.inventory import embedding_parameters, he
 from peakcast.models.ledger.recorded.parameters import recorded_parameters
 from peakcast.models.recipes.shelf import recipe_of
 from peakcast.networks.trained_parts import trained_network
+
+if TYPE_CHECKING:
+    from peakcast.models.ledger.megatron.share import RankShare
 
 
 def unsharded(job: TrainingJob) -> TrainingJob | None:
@@ -35,12 +41,7 @@ def parameter_shards(job: TrainingJob) -> int:
 def parameter_rows(job: TrainingJob, rank: int) -> tuple[ParameterRow, ...]:
     """Every parameter on `rank` of `job`, in model order."""
     if job.framework == "megatron":
-        whole_job = unsharded(job)
-        whole = dict(_megatron(whole_job, 0)) if whole_job is not None else {}
-        return tuple(
-            ParameterRow(module=key[0], name=key[1], shape=whole.get(key, shape), rank_shape=shape)
-            for key, shape in _megatron(job, rank)
-        )
+        return _megatron_rows(job, rank)
     shards = parameter_shards(job)
     if (recipe := recipe_of(job)) is not None:
         named = ((tensor.module, tensor.name, tensor.shape) for tensor in recorded_parameters(job, recipe))
@@ -48,28 +49,53 @@ def parameter_rows(job: TrainingJob, rank: int) -> tuple[ParameterRow, ...]:
             ParameterRow(module=module, name=name, shape=shape, rank_shape=shape, shards=shards)
             for module, name, shape in named
         )
-    return tuple(
-        ParameterRow(module=module, name=name, shape=shape, rank_shape=shape, shards=shards)
-        for (module, name), shape in _huggingface(job)
-    )
+    return _huggingface_rows(trained_network(job), job.finetuning, shards)
 
 
 _Named = tuple[tuple[str, str], tuple[int, ...]]
 
 
-def _megatron(job: TrainingJob, rank: int) -> Iterator[_Named]:
-    from peakcast.models.ledger.megatron.buffers import owned_parameters
+def _megatron_rows(job: TrainingJob, rank: int) -> tuple[ParameterRow, ...]:
+    from peakcast.models.ledger.megatron.buffers import parameters_share
     from peakcast.models.ledger.megatron.share import rank_share
 
-    for chunk in owned_parameters(rank_share(job, None, rank)):
+    whole = unsharded(job)
+    return _rows_of_share(
+        parameters_share(rank_share(job, None, rank)),
+        None if whole is None else parameters_share(rank_share(whole, None, 0)),
+    )
+
+
+@lru_cache(maxsize=64)
+def _rows_of_share(share: RankShare, whole: RankShare | None) -> tuple[ParameterRow, ...]:
+    """The rows of `share`, whose parameters `whole` has unsharded. A search asks for them again for each micro-batch size
+    and each way to recompute."""
+    shapes = {} if whole is None else dict(_named(whole))
+    return tuple(
+        ParameterRow(module=module, name=name, shape=shapes.get((module, name), shape), rank_shape=shape)
+        for (module, name), shape in _named(share)
+    )
+
+
+def _named(share: RankShare) -> Iterator[_Named]:
+    from peakcast.models.ledger.megatron.buffers import owned_parameters
+
+    for chunk in owned_parameters(share):
         yield from (((parameter.module, parameter.name), parameter.shape) for parameter in chunk)
 
 
-def _huggingface(job: TrainingJob) -> Iterator[_Named]:
-    architecture, tuning = job.architecture, job.finetuning
+@lru_cache(maxsize=64)
+def _huggingface_rows(architecture: Architecture, tuning: Finetuning, shards: int) -> tuple[ParameterRow, ...]:
+    return tuple(
+        ParameterRow(module=module, name=name, shape=shape, rank_shape=shape, shards=shards)
+        for (module, name), shape in _huggingface(architecture, tuning)
+    )
+
+
+def _huggingface(architecture: Architecture, tuning: Finetuning) -> Iterator[_Named]:
     places = [("embedding", embedding_parameters(architecture))]
     places += [(f"layers.{i}", layer_parameters(architecture, i)) for i in range(architecture.num_layers)]
-    places += [("head", head_parameters(trained_network(job)))]
+    places += [("head", head_parameters(architecture))]
     for module, tensors in places:
         for tensor in tensors:
             yield (module, tensor.name), tensor.shape

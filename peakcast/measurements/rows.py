@@ -79,11 +79,12 @@ def to_row(measurement: Measurement) -> dict[str, Any]:
     """The JSON-able mapping of `measurement`, one entry per column, checked. Raises: CellError."""
     mapping = job_to_mapping(measurement.job)
     job = build(TrainingJob, mapping)  # otherwise an int in a float field would hash differently when read
+    as_read = job_to_mapping(job)
     try:
-        if canonical_json(job_to_mapping(job)) != canonical_json(mapping):
+        if canonical_json(as_read) != canonical_json(mapping):
             measurement = Measurement(**{**_fields(measurement), "job": job})
         row = {**_fields(measurement), "config_hash": measurement.job.config_hash, "key": measurement.key}
-        row["job"] = job_to_mapping(measurement.job)
+        row["job"] = as_read
         row["assumptions"], row["spoiled"] = list(measurement.assumptions), list(measurement.spoiled)
         row = dict(json.loads(canonical_json(row)))
     except (ValueError, TypeError, RecursionError) as error:

@@ -6,6 +6,7 @@ import pytest
 
 from peakcast import api
 from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.collectors.processes.engines import find_engine
 from peakcast.core.errors import CollectorError
 from peakcast.measurements import store
@@ -61,4 +62,4 @@ def test_an_unknown_engine_and_an_option_that_it_has_not_are_named(tmp_path):
     with pytest.raises(CollectorError, match=r"engine='rey' is not known; did you mean 'ray'"):
         find_engine("rey")
     with pytest.raises(CollectorError, match=r"engine_options=.*'partition'.* are not those of engine='local'"):
-        api.collect(JOBS, tmp_path / "x.jsonl", trace=True, engine_options={"partition": "gpu"})
+        api.collect(JOBS, tmp_path / "x.jsonl", CollectSettings(trace=True, engine_options={"partition": "gpu"}))

@@ -123,7 +123,7 @@ CELLS = {
 
 LONGEST = (
     *("fsdp1_between", "fsdp2_between", "fsdp1_offloading", "fsdp1_lora_in_layers"),
-    *("fsdp1_lora_gathered_ahead", "fsdp1_lora_wide_at_first"),
+    *("fsdp1_lora_gathered_ahead", "fsdp1_lora_wide_at_first", "fsdp1_lora_offloading"),
 )
 """Micro-batches, offloading and adapters of FSDP are in other cells too."""
 

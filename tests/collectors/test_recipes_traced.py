@@ -1,4 +1,9 @@
-"""Recipes against traces: what a network recorded at one point allocates at others, deeper and in parallel layouts."""
+"""Recipes against traces: what a network recorded at one point allocates at others, deeper and in parallel layouts.
+
+Of the whole lane, since to record a network takes long: by default, shipped recipes are compared with traces, on one rank
+and on several (`test_shipped_recipes.py`), and one that a script's run has left with its dry runs
+(`dryrun/test_saved_recipes.py`).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,7 @@ from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.recipes import shelf, shipped
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.whole
 
 EXPERTS = {"model_type": "minimax_m2", "num_hidden_layers": 5, "hidden_size": 256, "intermediate_size": 256}
 EXPERTS |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4096}
@@ -60,19 +66,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-LONGEST = (
-    *("with its weights on the host", "with an optimizer on the host", "of several micro-batches"),
-    *("with another optimizer step", "uneven and longer than recorded"),
-)
-"""Cells whose traces take longest."""
+NEEDS = {cell: [pytest.mark.needs("deepspeed")] * (job.framework == "deepspeed") for cell, job in JOBS.items()}
 
 
-def marks(cell):
-    package = [pytest.mark.needs("deepspeed")] * (JOBS[cell].framework == "deepspeed")
-    return package + [pytest.mark.whole] * (cell in LONGEST)
-
-
-@pytest.mark.parametrize("cell", [pytest.param(cell, marks=marks(cell)) for cell in JOBS])
+@pytest.mark.parametrize("cell", [pytest.param(cell, marks=NEEDS[cell]) for cell in JOBS])
 def test_a_recipe_equals_the_trace_phase_by_phase(cell, ledger_equals_trace):
     """Within 0.1 % in each phase of the first and of a steady step."""
     assert out_of_scope(JOBS[cell]) == ""
@@ -98,7 +95,6 @@ def test_answers_say_what_they_rest_on(recorded: Path) -> None:
     assert sum(row.num_parameters for row in found.modules) == sum(math.prod(row.rank_shape) for row in found.parameters)
 
 
-@pytest.mark.whole
 def test_adapters_of_a_network_that_generates_nothing_are_recorded(ledger_equals_trace) -> None:
     """Of masked words: peft is told no task, for its class of generating networks asks for what this one has not."""
     network = {"model_type": "modernbert", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}

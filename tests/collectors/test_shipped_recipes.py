@@ -42,6 +42,13 @@ CELLS: dict[str, dict[str, Any]] = {
         "micro_batch_size": 3,
         "sequence_length": 777,
     },
+    "grouped heads on eight ranks": {
+        "architecture": {"model_type": "apertus", **SMALL, "num_key_value_heads": 4, "intermediate_size": 4096},
+        "micro_batch_size": 2,
+        "sequence_length": 300,
+        "parallelism.data_parallel_size": 8,
+        "parallelism.sharding": "fsdp2",
+    },
     "experts": {
         "architecture": {"model_type": "ernie4_5_moe", **SMALL, "num_key_value_heads": 2, "intermediate_size": 4096}
         | {"moe_num_experts": 48, "moe_intermediate_size": 640, "moe_k": 4},
@@ -61,7 +68,7 @@ CELLS: dict[str, dict[str, Any]] = {
         "sequence_length": 601,
     },
 }
-FEW = ("grouped heads", "experts")
+FEW = ("grouped heads", "grouped heads on eight ranks", "experts")
 """Cells of every test run; the others run with -m whole."""
 
 

@@ -93,6 +93,7 @@ WHOLE = frozenset((
     "adapters_by_default", "autocast_over_narrow_weights", "autocast_over_narrow_weights_checkpointed", "reentrant",
     "eager_checkpointed", "selective_every_second_layer", "selective_every_second_matmul", "selective_with_masks",
     "encoder", "fp32_routing_weights", "tied_and_accumulating", "multi_query_falls_to_math", "activations_on_the_host",
+    "grouped_heads_in_fp32", "autocast_checkpointed", "checkpoints_on_the_host",
 ))  # fmt: skip
 """Cells that are left to the whole lane, since others have nearly the same operators; the grids of `peakcast verify` have
 most of their families and settings."""

@@ -13,13 +13,13 @@ CELLS = {
     "llama_checkpointed": {"architecture": CUT, "activation_checkpointing.mode": "full"},
     "llama_every_other": {"architecture": CUT, "activation_checkpointing": {"mode": "full", "every_n_layers": 2}},
     "llama_eager": {"architecture": CUT, "attention": "eager"},
-    "gpt2_loop": {"architecture": "gpt2", "optimizer.implementation": "loop"},
+    "gpt2_loop": {"architecture": {"name": "gpt2", "num_hidden_layers": 2}, "optimizer.implementation": "loop"},
     "neox_accumulating": {
-        "architecture": {"name": "pythia-160m", "num_hidden_layers": 4},
+        "architecture": {"name": "pythia-160m", "num_hidden_layers": 2},
         "gradient_accumulation_steps": 2,
     },
     "qwen_lora": {
-        "architecture": {"name": "qwen2.5-0.5b", "num_hidden_layers": 4},
+        "architecture": {"name": "qwen2.5-0.5b", "num_hidden_layers": 2},
         "finetuning": {"method": "lora", "rank": 16},
     },
     "gemma_tied_plain_loop": {"architecture": {"name": "gemma-2b", "num_hidden_layers": 2}, "framework": "torch"},

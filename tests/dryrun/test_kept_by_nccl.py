@@ -30,6 +30,7 @@ def train(tokens, by_future):
 
 
 @functools.cache
+@functools.cache
 def ran(tokens, by_future=True, torch=None):
     found = peakcast.dryrun(lambda: train(tokens, by_future), "H100-80GB", world_size=8, torch=torch)
     said = [finding.sentence for finding in found.answer.findings if finding.code == "timing_assumed"]

@@ -16,7 +16,7 @@ from peakcast.core.errors import RecordError, SpecError
 from peakcast.doors.recipe_files import read_recipe_file
 
 pytestmark = pytest.mark.usefixtures("recorded_elsewhere")
-LAYERS = ("plain_loop.py", "--layers", "3", "--hidden", "256")
+LAYERS = ("plain_loop.py", "--layers", "2", "--hidden", "256")
 
 
 def at(batch, length):

@@ -48,9 +48,7 @@ def test_folders_texts_and_notebook_lines(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_files_that_a_script_refuses_to_run_without_are_there_if_something_stands_in(tmp_path, monkeypatch):
-    import peakcast
-
+def test_files_that_a_script_refuses_to_run_without_are_there_if_something_stands_in(run_script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def train():
@@ -78,7 +76,7 @@ def test_files_that_a_script_refuses_to_run_without_are_there_if_something_stand
 
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(inspect.getsource(train)) + "\n\ntrain()\n")
-    assert peakcast.dryrun([sys.executable, "train.py"], "H100-80GB").steps == 3
+    assert run_script(script).steps == 3
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
@@ -241,13 +239,11 @@ for step in range(4):
 """
 
 
-@pytest.mark.slow
-def test_rows_that_are_not_here_are_made(tmp_path, monkeypatch):
-    import peakcast
-
+def test_rows_that_are_not_here_are_made(run_script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(ROWS_SCRIPT)
-    found = peakcast.dryrun([sys.executable, "train.py"], "H100-80GB", length=96)
+    script = tmp_path / "train.py"
+    script.write_text(ROWS_SCRIPT)
+    found = run_script(script, length=96)
     assert (found.job.micro_batch_size, found.job.sequence_length) == (2, 96)
     said = " ".join(finding.sentence for finding in found.answer.findings)
     for name in ("train.csv", "alpaca_data.json", "part.parquet", "valid.csv", "test.json"):

@@ -36,7 +36,7 @@ def test_plain_values_are_read_as_by_python(value, protocol):
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_more_than_a_chunk_and_shared_values(protocol):
     frames = [{"name": f"function_{number}", "line": number} for number in range(500)]
-    value = [{"frames": frames[number % 400 :], "addr": 2**46 + number} for number in range(5000)]
+    value = [{"frames": frames[number % 400 :], "addr": 2**46 + number} for number in range(1000)]
     packed = pickle.dumps(value, protocol)
     assert len(packed) > plain_pickle.CHUNK_BYTES
     assert load(io.BytesIO(packed)) == value

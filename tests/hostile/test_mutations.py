@@ -1,6 +1,6 @@
 """20,000 unlikely and damaged questions of every kind, by fixed seeds: each ends in an answer or a sentence, and soon.
 
-The first hundred of each kind run with the other tests; all of them: `python -P -m pytest tests/hostile -m attacks`.
+The first forty of each kind run with the other tests; all of them: `python -P -m pytest tests/hostile -m attacks`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.networks.reverse import hf_config_of
 
 RECORDED = Path(__file__).parents[1] / "dialects" / "recorded"
+FIRST = 40
+"""Questions of each kind that every run of the tests asks."""
 BLOCK = 100
-"""Questions of one test."""
+"""Questions of one test of the attacks."""
 LONGEST_SECONDS = 20.0
 """Of this process, for one question: how long it takes says how busy the machine is."""
 JUNK = (
@@ -352,8 +354,8 @@ def test_there_are_20000():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_hundred_of_each_kind_end_in_an_answer_or_a_sentence(kind):
-    ask(kind, range(BLOCK))
+def test_the_first_forty_of_each_kind_end_in_an_answer_or_a_sentence(kind):
+    ask(kind, range(FIRST))
 
 
 @pytest.mark.attacks

@@ -8,6 +8,7 @@ import pytest
 from peakcast import api
 from peakcast.collectors.measure import runner
 from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.models.calibration.features import FEATURES
 from peakcast.models.evaluation.selection import NOISE, Point, covariance, most_informative
 from peakcast.models.evaluation.selection_trial import COUNTS, errors, random_orders, table, trials
@@ -100,7 +101,7 @@ def test_the_readmes_table_is_this_commands():
 def test_an_unknown_selection_is_named(tmp_path):
     jobs = expand({"axes": {"architecture": ["gpt2"]}})
     with pytest.raises(Exception, match=r"select='best' must be one of grid, informative"):
-        api.collect(jobs, tmp_path / "x.jsonl", trace=True, select="best")
+        api.collect(jobs, tmp_path / "x.jsonl", CollectSettings(trace=True), select="best")
 
 
 @pytest.mark.whole  # what it is made of has tests of its own, above and in test_campaign.py
@@ -115,5 +116,5 @@ def test_a_collection_takes_the_most_telling_cell_first(tmp_path, few_rows, monk
         return runner.CollectionSummary()
 
     monkeypatch.setattr(runner, "collect", collect)
-    api.collect(jobs, tmp_path / "x.jsonl", trace=True, select="informative")
+    api.collect(jobs, tmp_path / "x.jsonl", CollectSettings(trace=True), select="informative")
     assert [job.architecture.name for job in taken] == ["gpt2", "mistral-7b"]

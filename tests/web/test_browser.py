@@ -178,6 +178,7 @@ def test_every_control_has_a_label_and_a_visible_focus(page):
     assert not any(style.endswith("none") for style in seen if not style.startswith("BODY"))
 
 
+@pytest.mark.whole  # twelve seconds; test_guard.py and test_asking.py ask the same of the server
 def test_malformed_or_huge_input_gets_a_message(fresh):
     for text, words in (
         ("{", "is not valid JSON"),

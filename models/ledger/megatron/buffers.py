@@ -14,16 +14,22 @@ from peakcast.models.ledger.megatron.fp8_parameters import MXFP8_BLOCK, is_fp8_p
 from peakcast.models.ledger.megatron.fsdp import hold_shards, is_fully_sharded
 from peakcast.models.ledger.megatron.layer_wise_optimizer import packed, ping_pong
 from peakcast.models.ledger.megatron.parameters import Parameter, chunk_parameters
-from peakcast.models.ledger.megatron.share import RankShare, activations_share
+from peakcast.models.ledger.megatron.share import RankShare, activations_share, weights_share
 from peakcast.models.ledger.megatron.states import main_parameters
 from peakcast.models.ledger.tape.columns import RecordedColumns
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category
 
 
+def parameters_share(share: RankShare) -> RankShare:
+    """The share that all jobs with the same parameters on this rank have: data parallelism divides buffers, not parameters,
+    and neither the batch nor what is recomputed changes them."""
+    return activations_share(weights_share(share))
+
+
 def owned_parameters(share: RankShare) -> list[list[Parameter]]:
     """The parameters of each model chunk."""
-    return _owned_parameters(activations_share(share))  # data parallelism divides buffers, not parameters
+    return _owned_parameters(parameters_share(share))
 
 
 @lru_cache(maxsize=512)

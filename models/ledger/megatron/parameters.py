@@ -235,8 +235,7 @@ def chunk_parameters(
     embeds = chunk.is_first or (chunk.is_last and bool(ahead))
     parameters = list(_embeddings(context, own_bucket=shares)) if embeds else []
     for layer in chunk.layers:
-        module = f"layers.{layer}"
-        parameters += [replace(p, module=module) for p in layer_parameters(contexts(layer))]
+        parameters += _of_layer(contexts(layer), f"layers.{layer}")
     if context.ends.final_norms and chunk.layers and contexts(chunk.layers[-1]).source_sequence:
         parameters += [Parameter(p.name, "encoder", p.shape) for p in _norm(context, "final_layernorm", context.hidden)]
     if chunk.is_last:
@@ -254,6 +253,12 @@ def chunk_parameters(
         if context.ends.masked_tokens and context.ends.token_types:
             parameters += [replace(p, module="head") for p in _sentence_head(context)]
     return parameters
+
+
+@lru_cache(maxsize=2048)
+def _of_layer(context: MegatronContext, module: str) -> tuple[Parameter, ...]:
+    """The parameters of the layer called `module`, which has them on most stages of a search's layouts."""
+    return tuple(replace(parameter, module=module) for parameter in layer_parameters(context))
 
 
 def _embeddings(context: MegatronContext, *, own_bucket: bool) -> Iterator[Parameter]:

@@ -115,6 +115,18 @@ def layout_and_offload(
     if shards is None:
         _note_replicas(num_gpus, training, notes)
         return Parallelism(data_parallel_size=num_gpus), Offload(activations=activations)
+    sharding = _sharding(shards, notes, options)
+    offloads = shards.switch("fsdp_offload_params") or shards.switch("offload_params") or shards.switch("cpu_offload")
+    if num_gpus == 1:
+        sentence = "FSDP on one GPU shards nothing. On several, each needs less: --num-gpus."
+        notes.warnings.append(sentence, "fsdp", "less")
+        sharding = "no_shard"
+    layout = Parallelism(data_parallel_size=num_gpus, sharding=sharding)
+    return layout, Offload(parameters=offloads, optimizer=offloads, activations=activations)
+
+
+def _sharding(shards: Settings, notes: Notes, options: dict[str, Any]) -> Literal["fsdp1", "fsdp2", "no_shard", "hsdp"]:
+    """How FSDP shards over several GPUs; `options` gets whether units are gathered again, and FSDP 1's own settings."""
     strategy = (shards.text("fsdp_sharding_strategy") or shards.text("sharding_strategy", "full_shard")).lower()
     if strategy not in keys.SHARDING:
         raise shards.refuse("fsdp_sharding_strategy", f"must be one of {', '.join(keys.SHARDING)}")
@@ -139,13 +151,7 @@ def layout_and_offload(
         notes.unsupported.append(
             f"Units by another rule than layers (auto_wrap_policy={policy}) are not modelled.", "fsdp_auto_wrap_policy"
         )
-    offloads = shards.switch("fsdp_offload_params") or shards.switch("offload_params") or shards.switch("cpu_offload")
-    if num_gpus == 1:
-        sentence = "FSDP on one GPU shards nothing. On several, each needs less: --num-gpus."
-        notes.warnings.append(sentence, "fsdp", "less")
-        sharding = "no_shard"
-    layout = Parallelism(data_parallel_size=num_gpus, sharding=sharding)
-    return layout, Offload(parameters=offloads, optimizer=offloads, activations=activations)
+    return sharding
 
 
 def _note_replicas(num_gpus: int, training: Settings, notes: Notes) -> None:

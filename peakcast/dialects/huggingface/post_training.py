@@ -126,16 +126,7 @@ def with_method(
 
     Raises: SpecError for methods that are not modelled, with what can be asked instead.
     """
-    word = name.lower()
-    if word not in METHODS:
-        raise SpecError(
-            f"{parameter}={name!r} is not modelled: {NOT_MODELLED.get(word, 'this method')} holds more than one training "
-            "step's tensors. Ask about its optimisation step: a job file has loss: {kind: grpo} and {kind: kto}, with "
-            "reference: model where one is kept and the sequences of one forward as micro_batch_size; add generation.",
-            parameter=parameter,
-            value=name,
-        )
-    method = METHODS[word]
+    method = _known_method(name, parameter)
     if method == METHODS["sft"]:
         return job
     size = method.sequences * job.micro_batch_size
@@ -165,6 +156,20 @@ def with_method(
     if job.reference in kept:
         notes.assumptions.append(f"the reference of {name} is {kept[job.reference]}.")
     return job
+
+
+def _known_method(name: str, parameter: str) -> Method:
+    """The method called `name`. Raises: SpecError for one that is not modelled, with what can be asked instead."""
+    word = name.lower()
+    if word not in METHODS:
+        raise SpecError(
+            f"{parameter}={name!r} is not modelled: {NOT_MODELLED.get(word, 'this method')} holds more than one training "
+            "step's tensors. Ask about its optimisation step: a job file has loss: {kind: grpo} and {kind: kto}, with "
+            "reference: model where one is kept and the sequences of one forward as micro_batch_size; add generation.",
+            parameter=parameter,
+            value=name,
+        )
+    return METHODS[word]
 
 
 def _loss(

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,6 +113,7 @@ def test_lengths_that_a_layout_cannot_divide_are_marked():
 
 def test_two_processes_give_what_one_gives():
     job, knobs = CASES["sharded"]
+    job = job.replace(architecture=replace(job.architecture, num_hidden_layers=4))
     columns = grid({**knobs, "activation_checkpointing.mode": ["none", "full"]})
     assert np.array_equal(sweep(job, columns, processes=2), sweep(job, columns))
 

@@ -1,5 +1,5 @@
-"""Shortens imports of transformers, which take longer than the steps that are followed: packages that a run on fake tensors
-hardly calls are not imported, or only when they are called.
+"""Shortens imports of transformers, which take longer than most steps that are followed: packages that a step hardly calls
+are not imported, or only when they are called.
 
 Source: transformers 5.17 `utils/import_utils.py` fetch__all__, `loss/loss_*.py`, `generation/candidate_generator.py`.
 """
@@ -11,9 +11,10 @@ import importlib
 import sys
 from typing import Any
 
-from peakcast.collectors.tracing.imports import when_imported
+from peakcast.collectors.machine.imports import when_imported
 
 
+@functools.cache
 def install() -> None:
     """Shorten them in this process."""
     when_imported("transformers.utils.import_utils", _read_ends)
