@@ -141,7 +141,7 @@ def with_method(
             f"The loss of {name} over log-probabilities is not modelled; the cross entropy's is assumed.", parameter
         )
         return job.replace(micro_batch_size=size)
-    if word == "prm":
+    if name.lower() == "prm":
         notes.unsupported.append("The head of prm, which scores each token, is counted as a reward model's.", parameter)
     loss = _loss(job, method.kind, generation, precomputed=precomputed, of_completions=not whole_logits)
     options = dict(job.framework_options)
