@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.dryrun.noted import RunFindings
-from peakcast.collectors.tracing.imports import when_imported
+from peakcast.collectors.machine.imports import when_imported
 
 TOKENS = ("<unk>", "<s>", "</s>", "word")
 
