@@ -36,7 +36,12 @@ if TYPE_CHECKING:
     from peakcast.collectors.measure.recording import WalkRecorder
 
 CHECKPOINTS: tuple[Mapping[str, Any], ...] = ({"activation_checkpointing": {"mode": "full"}}, {})
-PRECISIONS: tuple[Mapping[str, Any], ...] = ({}, {"precision": {"parameters": "float32", "compute": "bfloat16"}})
+AUTOCAST: Mapping[str, Any] = {
+    "precision": {"parameters": "float32", "compute": "bfloat16"},
+    "framework_options": {"autocast": True},
+}
+"""As a Trainer's `bf16=True` over float32 weights."""
+PRECISIONS: tuple[Mapping[str, Any], ...] = ({}, AUTOCAST)
 METHODS: tuple[Mapping[str, Any], ...] = ({}, {"finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"]}})
 KERNELS: tuple[Mapping[str, Any], ...] = ({}, {"attention": "flash_attention_2"})
 REGIMES: tuple[Mapping[str, Any], ...] = tuple(

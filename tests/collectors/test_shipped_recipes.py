@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from peakcast.api import read
 from peakcast.collectors.measure.grid import expand
 from peakcast.doors import shipping
 from peakcast.models.recipes import shelf, shipped
@@ -95,20 +97,21 @@ def test_a_shipped_recipe_covers_a_published_configuration(name: str) -> None:
     assert shelf.recipe_of(job) is not None
 
 
-def test_a_trainers_bf16_is_answered_without_recording() -> None:
-    """Float32 weights under autocast, no checkpoints, short sequences and many of them: how encoders are tuned."""
+def test_a_trainers_bf16_is_answered_without_recording(tmp_path: Path) -> None:
+    """As its arguments are read: float32 weights under autocast, no checkpoints, short sequences and many of them."""
     xlm_roberta = {"model_type": "xlm-roberta", "hidden_size": 768, "intermediate_size": 3072, "vocab_size": 250002}
     xlm_roberta |= {
         "num_attention_heads": 12,
         "num_hidden_layers": 12,
         "max_position_embeddings": 514,
         "type_vocab_size": 1,
+        "dtype": "float32",
     }
-    autocast = {"precision": {"parameters": "float32", "compute": "bfloat16"}}
+    (tmp_path / "config.json").write_text(json.dumps(xlm_roberta))
     for batch, length in ((1, 17), (64, 128), (16, 512)):
-        shape = {"micro_batch_size": batch, "sequence_length": length}
-        (job,) = expand({"include": [{"architecture": xlm_roberta, "framework": "huggingface", **shape, **autocast}]})
-        assert shelf.recipe_of(job) is not None
+        shape = {"per_device_train_batch_size": batch, "max_seq_length": length}
+        asked = {"model_name_or_path": str(tmp_path), "bf16": True, "output_dir": "out", **shape}
+        assert shelf.recipe_of(read(asked).job) is not None
 
 
 @pytest.mark.parametrize(
