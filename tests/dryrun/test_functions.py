@@ -172,7 +172,6 @@ def test_nothing_is_written_deleted_or_listened_on(tmp_path):
     kept.write_text("as it was")
 
     def careless():
-        shutil.rmtree(kept.parent)
         (tmp_path / "logs").mkdir()
         (tmp_path / "logs" / "log.txt").write_text("written")
         with kept.open("a") as file:
@@ -180,6 +179,8 @@ def test_nothing_is_written_deleted_or_listened_on(tmp_path):
         os.replace(kept, tmp_path / "logs" / "moved.txt")
         assert (tmp_path / "logs" / "log.txt").read_text() == "written"
         assert (tmp_path / "logs" / "moved.txt").read_text() == "as it was, and more"
+        shutil.rmtree(kept.parent)
+        assert not kept.exists()
         with pytest.raises(PermissionError, match="opens no port"):
             socket.socket().bind(("127.0.0.1", 0))
         training()()
