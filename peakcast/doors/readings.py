@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from peakcast.answers.prediction import Prediction
+from peakcast.core.errors import SpecError
 from peakcast.core.findings import Direction, Finding
 from peakcast.core.units import format_gib
 from peakcast.dialects.common.translation import AlternativeReading
@@ -17,17 +18,23 @@ VERDICT = {"yes": "that fits", "no": "that does not fit", "uncertain": "whether 
 def with_others(
     prediction: Prediction, others: tuple[AlternativeReading, ...], predict: Callable[[TrainingJob], Prediction]
 ) -> Prediction:
-    """`prediction` with a finding for each of `others` that needs another amount. If one of them fits and another does not,
-    the verdict is uncertain."""
+    """`prediction` with a finding for each of `others` that needs another amount, or cannot be answered. If one of them
+    fits and another does not, the verdict is uncertain."""
     found, fits = list(prediction.found), prediction.fits
     point = prediction.peak_allocated_bytes.point
     for reading in others:
-        other = predict(reading.job)
+        may_be = f"this may also be {reading.name}, and nothing in it says which: then "
+        try:
+            other = predict(reading.job)
+        except SpecError as error:
+            why = str(error).rstrip(".")
+            sentence = f"{may_be}what it needs is not known here ({why}). {reading.way_out}"
+            found.insert(0, Finding("setting_reinterpreted", "", "either", sentence))
+            continue
         if other.peak_allocated_bytes.point == point:
             continue
         sentence = (
-            f"this may also be {reading.name}, and nothing in it says which: then "
-            f"{format_gib(other.peak_allocated_bytes.point)} would be allocated and not {format_gib(point)}, and "
+            f"{may_be}{format_gib(other.peak_allocated_bytes.point)} would be allocated and not {format_gib(point)}, and "
             f"{VERDICT[other.fits]}. {reading.way_out}"
         )
         direction: Direction = "more" if other.peak_allocated_bytes.point > point else "less"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from peakcast.api import read
+from peakcast.api import predict, read
 from peakcast.collectors.measure.grid import expand
 from peakcast.doors import shipping
 from peakcast.models.recipes import shelf, shipped
@@ -97,8 +97,10 @@ def test_a_shipped_recipe_covers_a_published_configuration(name: str) -> None:
     assert shelf.recipe_of(job) is not None
 
 
-def test_a_trainers_bf16_is_answered_without_recording(tmp_path: Path) -> None:
-    """As its arguments are read: float32 weights under autocast, no checkpoints, short sequences and many of them."""
+def test_a_trainers_bf16_is_answered_without_recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As its arguments are read: float32 weights under autocast, no checkpoints, short sequences and many of them. They may
+    also be TRL's, whose loss no recipe that comes with peakcast has."""
+    monkeypatch.setenv("PEAKCAST_RECORD", "never")
     xlm_roberta = {"model_type": "xlm-roberta", "hidden_size": 768, "intermediate_size": 3072, "vocab_size": 250002}
     xlm_roberta |= {
         "num_attention_heads": 12,
@@ -112,6 +114,9 @@ def test_a_trainers_bf16_is_answered_without_recording(tmp_path: Path) -> None:
         shape = {"per_device_train_batch_size": batch, "max_seq_length": length}
         asked = {"model_name_or_path": str(tmp_path), "bf16": True, "output_dir": "out", **shape}
         assert shelf.recipe_of(read(asked).job) is not None
+    found = predict(asked, "A100-80GB")
+    assert found.assumptions
+    assert any("may also be" in finding.sentence and "not known here" in finding.sentence for finding in found.found)
 
 
 @pytest.mark.parametrize(
