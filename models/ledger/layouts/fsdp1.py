@@ -157,19 +157,15 @@ class FSDP1(ShardedLayout):
 
     def before_forward(self, step: Step, module: str) -> None:
         super().before_forward(step, module)
-        if not self._gathers_ahead():
-            return
-        for unit in self._of_module.get(module, []):
+        for unit in self._of_module.get(module, []) if self._gathers_ahead() else ():
             if following := self._unit_after(unit, module):
                 self.prefetch(step, following, phase=Phase.FORWARD)
 
     def _unit_after(self, unit: Unit, module: str) -> Unit | None:
-        """The unit whose forward begins after that of `unit`, which begins with `module`; None for the last, and where
-        `unit` has begun before."""
+        """The unit that runs after `unit`, if that begins with `module`; None for the last."""
         order = self.by_module()
         begins = module == (BlockKind.EMBEDDING.value if unit is self.units[-1] else unit.modules[0])
-        following = order.index(unit) + 1
-        return order[following] if begins and following < len(order) else None
+        return next(iter(order[order.index(unit) + 1 :]), None) if begins else None
 
     # -- gathering --------------------------------------------------------------------------------------------------------
 
@@ -193,7 +189,7 @@ class FSDP1(ShardedLayout):
     def prefetch(self, step: Step, unit: Unit, *, born: int | None = None, phase: Phase = Phase.BACKWARD) -> None:
         if not unit.gathered:
             if born is None:
-                self.gather(step, unit)
+                self.gather(step, unit, phase)
             else:
                 self._gather(step, unit, born)
 
@@ -360,9 +356,8 @@ class FSDP1(ShardedLayout):
 
     def end_backward(self, step: Step) -> None:
         super().end_backward(step)
-        step.free(self._resharded_late)
-        step.free(self._inputs)
-        step.free(self._offloaded)
+        for handles in (self._resharded_late, self._inputs, self._offloaded):
+            step.free(handles)
         self._entered = ""
         self._ahead.catch_up(step)  # the Trainer checks whether the loss is a number (`logging_nan_inf_filter`)
 
@@ -392,7 +387,6 @@ class FSDP1(ShardedLayout):
         step.free(sources)
         if self.settings.offloads:
             step.moment("offload_grad", Phase.BACKWARD)
-        if self.settings.offloads:
             self._offloaded += result
         elif unit.gradient:
             step.free(result)

@@ -395,7 +395,4 @@ def _method(program: str, training: Mapping[str, Any]) -> str:
     """The training method: by the name of the program, else by keys that only one trainer has, else sft."""
     if named := method_of_program(program):
         return named
-    for name, keys in _OF_METHOD.items():
-        if any(training.get(key) is not None for key in keys):
-            return name
-    return "sft"
+    return next((name for name, keys in _OF_METHOD.items() if any(training.get(key) is not None for key in keys)), "sft")
