@@ -256,7 +256,22 @@ def _last_lines(log: Path) -> list[str]:
     """The last lines of the script's output; only the end of the log is read, because it may be long."""
     with log.open("rb") as printed:
         printed.seek(max(0, log.stat().st_size - LAST_BYTES))
-        return printed.read().decode(errors="replace").rstrip().splitlines()
+        return _without_launcher(printed.read().decode(errors="replace").rstrip().splitlines())
+
+
+LAUNCHED = re.compile(rf"(subprocess\.)?CalledProcessError: Command .* returned non-zero exit status {CRASHED}\.$")
+TRACEBACK = "Traceback (most recent call last):"
+
+
+def _without_launcher(lines: list[str]) -> list[str]:
+    """`lines` without the traceback in which a launcher (accelerate's `simple_launcher`) only says that the script which it
+    started has failed: the script's own error stands before it."""
+    while lines and LAUNCHED.match(lines[-1]) and TRACEBACK in lines:
+        before = lines[: len(lines) - 1 - lines[::-1].index(TRACEBACK)]
+        if TRACEBACK not in before:
+            break
+        lines = before
+    return lines
 
 
 FRAME = re.compile(r'  File "(?P<file>[^"<]+)", line (?P<line>\d+), in ')

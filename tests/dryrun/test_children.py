@@ -12,7 +12,7 @@ import pytest
 
 from peakcast.collectors.dryrun import ranks
 from peakcast.collectors.dryrun.command import read_command, trains
-from peakcast.collectors.dryrun.process import _wait
+from peakcast.collectors.dryrun.process import _last_lines, _wait
 from peakcast.collectors.dryrun.rank_counts import start_one_rank
 from peakcast.collectors.dryrun.tools import is_tool as named_a_tool
 from peakcast.core.errors import SpecError
@@ -251,3 +251,19 @@ def test_a_script_that_ends_when_what_it_started_has_answered_has_not_failed(ans
     if answered:
         answer.write_text("{}")
     assert _wait(SimpleNamespace(poll=lambda: 11), time.monotonic() + 10, log, answer, None) == code
+
+
+LAUNCHER = [
+    "Traceback (most recent call last):",
+    "    raise subprocess.CalledProcessError(returncode=process.returncode, cmd=cmd)",
+    "subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zero exit status 10.",
+]
+
+
+def test_the_error_of_a_launched_script_is_shown_and_not_its_launchers(tmp_path):
+    own = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: no rank"]
+    log = tmp_path / "output.txt"
+    log.write_text("\n".join([*own, *LAUNCHER, *LAUNCHER]))  # a launcher may start another
+    assert _last_lines(log) == own
+    log.write_text("\n".join(["Loading", *LAUNCHER]))
+    assert _last_lines(log) == ["Loading", *LAUNCHER], "it is all that is known"
