@@ -70,6 +70,20 @@ def test_beta_alone_is_dpos_or_that_of_a_method_without_a_reference() -> None:
     assert read("dpo.py", beta=0.1).others == read(beta=0.1, rpo_alpha=1.0).others == ()
 
 
+@pytest.mark.parametrize(
+    ("dataset", "kind"), [("trl-lib/ultrafeedback_binarized", "dpo"), ("trl-lib/kto-mix-14k", "kto"), ("my/orca-dpo", "dpo")]
+)
+def test_a_dataset_of_preferences_may_mean_another_of_trls_trainers(dataset: str, kind: str) -> None:
+    """TRL's trainers share their arguments, and the reference network of DPO and KTO needs much more."""
+    found = read(dataset_name=dataset, max_length=512)
+    assert found.job.loss.kind == "cross_entropy"
+    (other,) = found.others
+    assert other.job.loss.kind == kind
+    assert dataset in other.name
+    assert read("sft.py", dataset_name=dataset, max_length=512).others == (), "the program says it"
+    assert read(dataset_name="trl-lib/Capybara", max_length=512).others == ()
+
+
 @pytest.mark.parametrize(("dialect", "mode"), [("trl", "full"), ("transformers", "none")])
 def test_saying_whose_they_are_settles_it(dialect: str, mode: str) -> None:
     found = translation_of({**PLAIN, "dataset_name": "wikitext"}, ReadOptions(dialect=dialect))

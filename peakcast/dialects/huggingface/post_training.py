@@ -8,8 +8,9 @@ Sources: trl 1.16.0 trainer/dpo_trainer.py and reward_trainer.py, trl 0.13-0.24 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
@@ -61,6 +62,26 @@ def method_of_program(program: str) -> str:
     stem = re.sub(r"\W+", " ", program.lower().rsplit("/", 1)[-1]).replace("_", " ")
     words = (name.replace("_", " ") for name in (*NOT_MODELLED, *METHODS))  # "online_dpo" before "dpo"
     return next((word.replace(" ", "_") for word in words if re.search(rf"\b{word}\b", stem)), "")
+
+
+KEYS_OF_METHODS: dict[str, tuple[str, ...]] = {
+    "grpo": ("num_generations", "use_vllm"),
+    "kto": ("desirable_weight", "undesirable_weight"),
+    "reward": ("center_rewards_coefficient",),
+    "distillation": ("teacher_model_server_url", "lmbda", "distillation_mode", "teacher_server_urls"),
+    "simpo": ("gamma_beta_ratio", "simpo_gamma"),
+    "cpo": ("cpo_alpha",),
+    "dpo": ("precompute_ref_log_probs", "beta", "rpo_alpha", "reference_free", "sync_ref_model"),
+}
+"""Keys by which TRL's trainers other than SFTTrainer are recognised."""
+
+
+def method_of(program: str, training: Mapping[str, Any]) -> str:
+    """The training method: by the name of the program, else by keys that only one trainer has, else sft."""
+    if named := method_of_program(program):
+        return named
+    given = {key for key, value in training.items() if value is not None}
+    return next((name for name, keys in KEYS_OF_METHODS.items() if given.intersection(keys)), "sft")
 
 
 def method_called(name: str) -> Method:

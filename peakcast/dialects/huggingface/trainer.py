@@ -18,7 +18,8 @@ from peakcast.dialects.common.translation import AlternativeReading, Notes, Sett
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
 from peakcast.dialects.huggingface.command import as_in_a_file
 from peakcast.dialects.huggingface.job import from_huggingface
-from peakcast.dialects.huggingface.post_training import method_called, method_of_program, with_method
+from peakcast.dialects.huggingface.likely_runs import TRL, likely_runs
+from peakcast.dialects.huggingface.post_training import KEYS_OF_METHODS, method_called, method_of, with_method
 from peakcast.dialects.huggingface.trl_adapters import trl_computes_in, with_casts_of_trl
 from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
 from peakcast.dialects.huggingface.trl_loss import take_sft_loss
@@ -60,25 +61,7 @@ _SCRIPT = re.compile(
 memory."""
 _OF_IMAGES = re.compile(r"mm_\w+|image_\w+|\w*mm_mlp_adapter|group_by_modality_length|version")
 """Keys of LLaVA's scripts beside `vision_tower`."""
-TRL = Whose(True, True, "read as TRL's, as asked")
 TRANSFORMERS = Whose(False, True, "read as transformers' own, as asked")
-ASK_WHOSE = "Say which by --dialect trl or --dialect transformers."
-METHOD_BY_NAME = re.compile(r"(?!no_|disable_).*(lora|peft|low_rank|[48]_?bit(?!_optim|_adam)|quant)\w*", re.IGNORECASE)
-"""Keys which by their names say that adapters train, or that weights are quantised."""
-SAY_METHOD = "Say which by --method lora --lora-rank 16 (or yours), or by --method full."
-ASK_METHOD = "Say which by the launch script that names its program, such as dpo.py or orpo.py."
-_OF_METHOD = {
-    "grpo": ("num_generations", "use_vllm"),
-    "kto": ("desirable_weight", "undesirable_weight"),
-    "reward": ("center_rewards_coefficient",),
-    "distillation": ("teacher_model_server_url", "lmbda", "distillation_mode", "teacher_server_urls"),
-    "simpo": ("gamma_beta_ratio", "simpo_gamma"),
-    "cpo": ("cpo_alpha",),
-    "dpo": ("precompute_ref_log_probs", "beta", "rpo_alpha", "reference_free", "sync_ref_model"),
-}
-"""Keys by which TRL's trainers other than SFTTrainer are recognised."""
-
-
 def from_training(pasted: Pasted) -> Translation:
     """The job of TrainingArguments or a TRL configuration."""
     return from_parts(pasted, "training")
@@ -134,26 +117,11 @@ def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Transla
     given = {key: value for key, value in parts.get("training", {}).items() if value is not None}
     whose = whose or whose_trainer(pasted.program, given)
     read = _of_parts(pasted, parts, whose)
-    likely = []
-    if not whose.sure:
-        likely.append(("a run of TRL's trainers, with their defaults", pasted, parts, TRL, ASK_WHOSE))
-    if not whose.sure and {"lora_r", "lora_alpha", "lora_rank"} & set(given):
-        adapters = {**parts, "training": {**given, "use_peft": True}}
-        name, way_out = "a run that trains adapters, as its lora_ keys say", "Say which by use_peft: true or false."
-        likely.append((name, pasted, adapters, whose, way_out))
-    if whose.trl and not pasted.program and {key for key in _OF_METHOD["dpo"] if key in given} == {"beta"}:
-        name = "a run of ORPO or CPO, which keep no reference, by beta"
-        likely.append((name, replace(pasted, program="orpo.py"), parts, whose, ASK_METHOD))
-    for key in read.unknown:
-        if METHOD_BY_NAME.fullmatch(key) and given.get(key) not in (None, False, "False", "false", "", 0):
-            adapters = {**parts, "training": {**given, "use_peft": True}}
-            likely.append((f"a run that trains adapters, as {key} may say", pasted, adapters, whose, SAY_METHOD))
-            break
     others = []
-    for name, asked, inner, theirs, way_out in likely:
+    for run in likely_runs(pasted, parts, given, whose, read.unknown):
         with contextlib.suppress(SpecError):
-            if (job := _of_parts(asked, inner, theirs).job) != read.job:
-                others.append(AlternativeReading(name, job, way_out))
+            if (job := _of_parts(run.pasted, run.parts, run.whose).job) != read.job:
+                others.append(AlternativeReading(run.name, job, run.way_out))
     return replace(read, others=tuple(others))
 
 
@@ -170,7 +138,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     if quantization:
         training["quantization_config"] = quantization
     adapter = _as_trl_makes(adapter, deepspeed) if whose.trl and not quantization else adapter
-    method = _method(pasted.program, training)
+    method = method_of(pasted.program, training)
     generation = _generation(training, notes, method) if method_called(method).kind == "grpo" else None
     _note_loss(training, method, notes)
     versions = pasted.versions.of("huggingface")
@@ -180,7 +148,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     _drop(training, notes, lambda key: bool(_SCRIPT.fullmatch(key)))
     _drop(training, notes, lambda key: bool(OF_EXAMPLES.fullmatch(key)) and key not in ("block_size", "config_overrides"))
     precomputed = Settings(training, notes, "trl").switch("precompute_ref_log_probs")
-    of_methods = {key for keys in _OF_METHOD.values() for key in keys}
+    of_methods = {key for keys in KEYS_OF_METHODS.values() for key in keys}
     _drop(training, notes, of_methods.__contains__)
     if training.get("packing") is True and whose.trl:
         training.setdefault("packing_strategy", "bfd")  # since trl 0.18
@@ -389,10 +357,3 @@ def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Not
     if not given and version and version < (5,):
         training["torch_dtype"] = "float32"
         notes.assumptions.append("torch_dtype is not given; transformers 4 loads weights in float32.")
-
-
-def _method(program: str, training: Mapping[str, Any]) -> str:
-    """The training method: by the name of the program, else by keys that only one trainer has, else sft."""
-    if named := method_of_program(program):
-        return named
-    return next((name for name, keys in _OF_METHOD.items() if any(training.get(key) is not None for key in keys)), "sft")
