@@ -54,7 +54,7 @@ def from_megatron(
     legacy = is_legacy(settings, known_versions)
     if legacy:
         known_versions = legacy_versions(settings, known_versions)
-        options |= {"use_legacy_models": True, "transformer_impl": "local"}
+        options |= {"use_legacy_models": True, "transformer_impl": settings.text("transformer_impl", "local")}
     else:
         note_flash_attention(settings)
     job = TrainingJob(
