@@ -23,6 +23,7 @@ from peakcast.collectors.published.lightning_thunder import read_lightning_thund
 from peakcast.collectors.published.litgpt_finetune import read_litgpt_finetune
 from peakcast.collectors.published.litgpt_resources import read_litgpt_resources
 from peakcast.collectors.published.megatron_ci import read_megatron_ci
+from peakcast.collectors.published.megatron_logs import read_megatron_logs
 from peakcast.collectors.published.optimum_benchmark import read_optimum_benchmark
 from peakcast.collectors.published.peft_method_comparison import read_peft_method_comparison
 from peakcast.collectors.published.simumax_b200 import read_simumax_b200
@@ -46,6 +47,7 @@ READERS: dict[str, Callable[[Path], list[Measurement]]] = {
     "litgpt_finetune.jsonl": read_litgpt_finetune,
     "litgpt_resources.jsonl": read_litgpt_resources,
     "megatron_ci.jsonl": read_megatron_ci,
+    "megatron_logs.jsonl": read_megatron_logs,
     "optimum_benchmark.jsonl": read_optimum_benchmark,
     "peft_method_comparison.jsonl": read_peft_method_comparison,
     "simumax_b200.jsonl": read_simumax_b200,

@@ -13,6 +13,7 @@ from peakcast.collectors.published.liger_examples import read_liger_examples
 from peakcast.collectors.published.lightning_thunder import read_lightning_thunder
 from peakcast.collectors.published.litgpt_finetune import read_litgpt_finetune
 from peakcast.collectors.published.litgpt_resources import read_litgpt_resources
+from peakcast.collectors.published.megatron_logs import read_megatron_logs
 from peakcast.collectors.published.swift_benchmark import read_swift_benchmark
 from peakcast.collectors.published.torchao_optimizers import read_torchao_optimizers
 from peakcast.collectors.published.torchtitan_log import DAYS, read_torchtitan_log
@@ -31,6 +32,7 @@ READ = {
     "torchtitan_log": (read_torchtitan_log, {"H100-80GB": 27, "A100-80GB": 4, "B200": 4, "GB300": 3}),
     "liger_examples": (read_liger_examples, {"A100-80GB": 25}),
     "lightning_thunder": (read_lightning_thunder, {"H100-80GB": 29}),
+    "megatron_logs": (read_megatron_logs, {"A800-80GB": 13, "A100-80GB": 4, "H100-80GB": 2}),
     "fsdp_qlora": (read_fsdp_qlora, {"RTX3090": 13, "RTX4090": 11}),
     "swift_benchmark": (read_swift_benchmark, {"A100-80GB": 49}),
     "litgpt_finetune": (read_litgpt_finetune, {"A10G": 45}),

@@ -313,3 +313,12 @@ def test_no_flag_has_two_meanings():
     for table in tables:
         assert not seen & set(table)
         seen |= set(table)
+
+
+def test_which_adam_is_assumed_is_said_where_transformer_engine_may_be_missing():
+    def said(**flags):
+        return any("adam_library" in sentence for sentence in from_megatron({**GPT, **flags}, 8).assumptions)
+
+    assert said(**{"transformer-impl": "local"})
+    assert not said()
+    assert not said(**{"transformer-impl": "local", "optimizer": "sgd"})

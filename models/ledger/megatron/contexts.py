@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from peakcast.catalog import Device
 from peakcast.core.errors import SpecError
@@ -91,6 +91,13 @@ def _uses_engine(convention: Mapping[str, Any]) -> bool:
     return bool(convention.get("transformer_impl", "transformer_engine") == "transformer_engine")
 
 
+def _own_legacy_layers(convention: Mapping[str, Any]) -> bool:
+    """Whether layers are Megatron-LM's own from before megatron-core. Legacy models can consist of Transformer Engine's
+    TransformerLayer too, whose modules are those of which megatron-core builds its layers (megatron/legacy/model/
+    transformer.py)."""
+    return bool(convention.get("use_legacy_models")) and not _uses_engine(convention)
+
+
 def adapter_context(job: TrainingJob) -> AdapterContext | None:
     """The adapters of `job`; None if all parameters train."""
     tuning = job.finetuning
@@ -131,22 +138,32 @@ def attention_context(job: TrainingJob, device: Device | None) -> AttentionConte
         head_dim=architecture.head_dim,
         qkv_bias=architecture.attention_bias,
         qk_norm=architecture.qk_norm != "none",
+        qk_norm_copies=_qk_norm_copies(job),
         rotary_dim=int(architecture.head_dim * float(convention.get("rotary_percent", 1.0))) if rotary else 0,
         rotary_fused=bool(convention.get("apply_rope_fusion", True)),
         dropout=architecture.attention_dropout,
         core=attention_core(job, device),
-        expands_groups=bool(convention.get("use_legacy_models")) and grouped,
+        expands_groups=_own_legacy_layers(convention) and grouped,
         fused_softmax=_fused_softmax(engine, convention, job.sequence_length // layout.context_parallel_size, job),
         wide_softmax=engine or job.precision.parameters == "float32" or _softmax_in_fp32(convention),
         recompute=recompute.mode == "selective" and (not recompute.modules or "core_attn" in recompute.modules),
     )
 
 
+def _qk_norm_copies(job: TrainingJob) -> Literal["none", "passing", "saved"]:
+    """What norms of queries and keys copy: torch's RMS norm saves the views, its layer norm copies; Transformer Engine's
+    kernels read copies, and newer releases save these too."""
+    convention = conventions(job)
+    if not _uses_engine(convention):
+        return "none" if job.architecture.normalization == "rmsnorm" else "saved"
+    return "saved" if convention.get("norms_save_copies", True) else "passing"
+
+
 def _feed_forward(job: TrainingJob) -> FeedForwardContext:
     """The dense feed-forward of `job` on one rank."""
     architecture, convention = job.architecture, conventions(job)
     activation = {"gelu": "gelu", "gelu_new": "gelu", "relu2": "squared_relu"}.get(architecture.hidden_act, "other")
-    legacy = bool(convention.get("use_legacy_models"))
+    legacy = _own_legacy_layers(convention)
     fusion = convention.get("bias_swiglu_fusion" if architecture.gated_mlp else "bias_gelu_fusion", True)
     if legacy and architecture.gated_mlp:  # `ParallelMLP` has only bias_gelu_impl
         fusion = False
@@ -313,7 +330,7 @@ def attention_core(job: TrainingJob, device: Device | None) -> AttentionCore:
     deterministic."""
     convention = conventions(job)
     if convention.get("transformer_impl", "transformer_engine") == "local":
-        return "flash" if convention.get("use_legacy_models") and convention.get("use_flash_attn") else "local"
+        return "flash" if _own_legacy_layers(convention) and convention.get("use_flash_attn") else "local"
     backend = str(convention.get("attention_backend", "auto"))
     if backend != "auto":
         choices: Mapping[str, AttentionCore] = {

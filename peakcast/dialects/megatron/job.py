@@ -54,9 +54,10 @@ def from_megatron(
     legacy = is_legacy(settings, known_versions)
     if legacy:
         known_versions = legacy_versions(settings, known_versions)
-        options |= {"use_legacy_models": True, "transformer_impl": "local"}
+        options |= {"use_legacy_models": True, "transformer_impl": settings.text("transformer_impl", "local")}
     else:
         note_flash_attention(settings)
+        _note_adam(settings)
     job = TrainingJob(
         architecture=architecture,
         framework="megatron",
@@ -193,6 +194,16 @@ def _accumulation(settings: Settings, micro_batch_size: int, data_parallel: int)
             total,
         )
     return total // share
+
+
+def _note_adam(settings: Settings) -> None:
+    """Note which Adam is assumed where Transformer Engine may be missing (core 0.16.1 `optimizer/__init__.py`)."""
+    if settings.text("transformer_impl") == "local" and settings.text("optimizer", "adam") == "adam":
+        settings.notes.assumptions.append(
+            "Adam is assumed to be Transformer Engine's or Apex's. Without both, Megatron-LM takes torch's, whose step "
+            "needs up to 4 bytes more for each parameter that a rank owns: framework_options.adam_library: torch in a "
+            "job file."
+        )
 
 
 def _optimizer(settings: Settings) -> Optimizer:

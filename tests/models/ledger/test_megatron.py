@@ -103,6 +103,16 @@ def test_queries_of_several_groups_are_copied_when_they_are_reshaped(groups, cop
     assert ("query_reshape" in labels) == copies
 
 
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_norms_of_heads_keep_what_they_copied_from_transformer_engine_1_13_on(normalization):
+    """Before, it is the projection's whole output, of which queries, keys and values are a third each."""
+    normed = make(num_gpus=1, qk_layernorm=True, normalization=normalization, attention_backend="flash")
+    old, new = (
+        kept_bytes(normed.replace(versions=FrozenMapping({"transformer_engine": release}))) for release in ("1.12", "1.13")
+    )
+    assert old - new == 3 * (2 * SBH) - 2 * (2 * SBH)
+
+
 def test_fp32_softmax_keeps_seven_bytes_per_score():
     job = make(transformer_impl="local", no_masked_softmax_fusion=True)
     assert kept_bytes(job) == 34 * SBH + 7 * AS2B + STATISTICS
@@ -227,6 +237,8 @@ def test_a_large_job_has_few_entries():
 @pytest.mark.parametrize(
     ("name", "deterministic", "backend"),
     [
+        ("T4", "0", "unfused"),
+        ("V100-16GB", "1", "unfused"),
         ("A100-80GB", "0", "flash"),
         ("A100-80GB", "1", "flash"),
         ("H100-80GB", "0", "fused"),

@@ -71,6 +71,21 @@ def test_measured_on_eight_h800(
     assert found.replayed_allocated_bytes == pytest.approx(measured_gib * GIB, rel=0.005)
 
 
+def test_legacy_models_of_transformer_engines_layers_keep_what_megatron_cores_keep():
+    """Both are made of Transformer Engine's LayerNormLinear, DotProductAttention, Linear and LayerNormMLP."""
+    engine = {"transformer_impl": "transformer_engine", "no_masked_softmax_fusion": True}
+    assert kept_mib(job(4, use_legacy_models=True, **engine)) == kept_mib(job(4, **engine))
+
+
+def test_legacy_models_of_transformer_engines_layers_are_modelled():
+    """What was unsupported is said to be taken from megatron-core's layers."""
+    flags = {**LLAMA_7B_SIZED, "micro-batch-size": 1, "use-legacy-models": True, "transformer-impl": "transformer_engine"}
+    translation = from_megatron(flags, 8)
+    assert not translation.unsupported
+    assert any("counted as megatron-core's layers" in sentence for sentence in translation.assumptions)
+    assert translation.job.framework_options["transformer_impl"] == "transformer_engine"
+
+
 def test_releases_before_megatron_core_was_the_default_are_legacy():
     def options(versions: dict[str, str], **flags: Any) -> Any:
         return from_megatron({**LLAMA_7B_SIZED, "micro-batch-size": 1, **flags}, 8, versions=versions).job.framework_options

@@ -46,13 +46,19 @@ def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tens
 
 def _normed(tape: Tape, query: Tensor, key: Tensor, context: MegatronContext) -> tuple[Tensor, Tensor]:
     """Queries and keys after the norms of their heads."""
-    if context.transformer_engine or context.normalization == "layernorm":  # torch's RMS norm saves the views
-        # Transformer Engine's norms copy the strided views first and save the copies
+    if context.attention.qk_norm_copies == "saved":
         query = tape.operation("query_contiguous", [query], query.num_bytes)
         key = tape.operation("key_contiguous", [key], key.num_bytes)
+    passing = context.attention.qk_norm_copies == "passing"
     width = context.attention.head_dim
-    query = norm(tape, query, context, context.rows * context.attention.heads, width, "q_layernorm")
-    return query, norm(tape, key, context, context.rows * context.attention.key_value_heads, width, "k_layernorm")
+    query, key = (
+        norm(tape, x, context, context.rows * heads, width, name, copied_bytes=x.num_bytes if passing else 0)
+        for x, heads, name in (
+            (query, context.attention.heads, "q_layernorm"),
+            (key, context.attention.key_value_heads, "k_layernorm"),
+        )
+    )
+    return query, key
 
 
 def core_attention(

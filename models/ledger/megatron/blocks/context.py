@@ -82,6 +82,9 @@ class AttentionContext:
     head_dim: int
     qkv_bias: bool
     qk_norm: bool
+    qk_norm_copies: Literal["none", "passing", "saved"]
+    """Contiguous copies of queries and keys, parts of the projection's output, that their norms make: none, for the kernel
+    alone, or in place of what is saved."""
     rotary_dim: int
     """Elements of a head that are rotated; 0 without rotary embedding."""
     rotary_fused: bool

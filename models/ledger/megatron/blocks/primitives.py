@@ -27,14 +27,19 @@ def norm_statistics(context: MegatronContext, rows: int) -> list[int]:
     return [rows * FP32] if context.normalization == "rmsnorm" else [rows * FP32, rows * FP32]
 
 
-def norm(tape: Tape, x: Tensor, context: MegatronContext, rows: int, width: int, name: str) -> Tensor:
-    """LayerNorm or RMSNorm: saves its input and the statistics."""
+def norm(
+    tape: Tape, x: Tensor, context: MegatronContext, rows: int, width: int, name: str, *, copied_bytes: int = 0
+) -> Tensor:
+    """LayerNorm or RMSNorm: saves its input and the statistics. `copied_bytes`: of a copy of the input that the kernel
+    reads, in both directions."""
     return tape.operation(
         name,
         [x],
         rows * width * context.element_bytes,
         saves=Saved([x], extra_bytes=norm_statistics(context, rows)),
         weight_gradients=norm_gradients(context, name, width),
+        forward_temporary_bytes=copied_bytes,
+        backward_temporary_bytes=copied_bytes,
     )
 
 
