@@ -28,6 +28,7 @@ def read_megatron_logs(path: Path) -> list[Measurement]:
 def _measurement(record: Mapping[str, Any]) -> Measurement:
     translation = from_megatron(record["arguments"], record["num_gpus"], record["env"], record["versions"])
     note = (record["note"],) if record["note"] else ()
+    unstated = (record["unstated"],) if "unstated" in record else ()
     return Measurement(
         job=translation.job,
         gpu=record["gpu"],
@@ -39,7 +40,7 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
         collectives="nccl",
         environment={"env_vars": record["env"]},
         assumptions=(*note, *ASSUMPTIONS, *translation.assumptions, *translation.warnings),
-        out_of_scope=" ".join(translation.unsupported),
+        out_of_scope=" ".join((*unstated, *translation.unsupported)),
         observed=record["date"],
         **record["measured"],
     )
