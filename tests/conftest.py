@@ -32,6 +32,8 @@ NOT_FAST = frozenset((TESTS / "not_fast.txt").read_text(encoding="utf-8").splitl
 """... but these files."""
 NEVER_FAST = frozenset(("attacks", "benchmarks", "gpu", "slow", "whole"))
 
+# what collecting makes stays: Python would examine it for reference cycles again and again (pytest_collection_finish)
+gc.disable()
 # the networks here are tiny and several tests run at once: threads would only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # hundreds of processes import peakcast: the first ones leave it compiled for the others
@@ -63,6 +65,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return num_processes if num_processes > 1 else 0
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Every second process collects all files from the last to the first. In a new checkout files are compiled as they are
+    imported, which takes as long as importing them; in one order, processes would each compile all of them."""
+    worker: dict[str, str] = getattr(config, "workerinput", {})
+    odd = int(worker.get("workerid", "gw0").removeprefix("gw")) % 2
+    if odd and [Path(path).resolve() for path in config.args] == [TESTS]:
+        inside = {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
+        config.args = [str(TESTS / name) for name in sorted(inside, reverse=True)]
+
+
 @cache
 def _computes_alone(path: Path) -> bool:
     """Whether all tests of a file are of the fast lane, but those that a marker takes out of it."""
@@ -85,12 +97,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _computes_alone(item.path) and NEVER_FAST.isdisjoint(mark.name for mark in item.iter_markers()):
             item.add_marker("fast")
-    items.sort(key=lambda item: _computes_alone(item.path))
+    items.sort(key=lambda item: (_computes_alone(item.path), item.path))
 
 
 def pytest_collection_finish() -> None:
     """What has been imported stays; examining it for reference cycles would take a second each time."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -300,9 +300,14 @@ class TrainingJob(HashedOnce):
         return self.batch.num_tokens or self.micro_batch_size * self.sequence_length
 
     @cached_property
+    def canonical(self) -> str:
+        """The job as canonical JSON, every default written out; equal jobs have equal texts."""
+        return canonical_json(job_to_mapping(self))
+
+    @cached_property
     def config_hash(self) -> str:
         """16 hex digits of the SHA-256 of the canonical JSON; equal jobs have equal hashes."""
-        return hashlib.sha256(canonical_json(job_to_mapping(self)).encode()).hexdigest()[:16]
+        return hashlib.sha256(self.canonical.encode()).hexdigest()[:16]
 
     def replace(self, **changes: Any) -> TrainingJob:
         """The same job with `changes`."""
