@@ -57,9 +57,10 @@ def build(cls: type[T], mapping: object, where: str = "") -> T:
     `where` prefixes the parameter name in messages ("parallelism.").
     Raises: SpecError naming the key, the value, what is allowed and near misses.
     """
+    readers: dict[str, Reader] = _readers(cls)  # type: ignore[arg-type]
     if not isinstance(mapping, Mapping):
         raise SpecError(
-            f"{where.rstrip('.') or 'the job'}={mapping!r} must be a mapping with the keys {', '.join(_readers(cls))}.",
+            f"{where.rstrip('.') or 'the job'}={mapping!r} must be a mapping with the keys {', '.join(readers)}.",
             parameter=where.rstrip(".") or None,
             value=mapping,
         )
@@ -71,7 +72,6 @@ def build(cls: type[T], mapping: object, where: str = "") -> T:
                 parameter=f"{where}{key}",
                 value=mapping[key],
             )
-    readers = _readers(cls)
     values = {key: readers[key](value, where + key) for key, value in mapping.items()}
     missing = [key for key, required in known.items() if required and key not in values]
     if missing:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from peakcast.models.calibration.samples import Samples
     from peakcast.models.evaluation.checking import Check
     from peakcast.models.evaluation.evaluation import Evaluation
-    from peakcast.searching.search import Progress
+    from peakcast.searching.search_settings import Progress
     from peakcast.tracking import Tracker
 
 FITTING, DRAWING = ("sklearn", "scipy"), ("matplotlib", "jinja2")
