@@ -32,8 +32,6 @@ NOT_FAST = frozenset((TESTS / "not_fast.txt").read_text(encoding="utf-8").splitl
 """... but these files."""
 NEVER_FAST = frozenset(("attacks", "benchmarks", "gpu", "slow", "whole"))
 
-# what collecting makes stays: Python would examine it for reference cycles again and again (pytest_collection_finish)
-gc.disable()
 # the networks here are tiny and several tests run at once: threads would only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # hundreds of processes import peakcast: the first ones leave it compiled for the others
@@ -100,8 +98,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (_computes_alone(item.path), item.path))
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """What is imported and collected stays; examining it for reference cycles, again and again, would take two seconds."""
+    if not session.config.pluginmanager.hasplugin("dsession"):  # the process that shares out tests collects none
+        gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What has been imported stays; examining it for reference cycles would take a second each time."""
+    """... and a second each time afterwards."""
     gc.freeze()
     gc.enable()
 
