@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from peakcast.models.calibration.calibration import Calibration
     from peakcast.searching.found import Found, Largest
     from peakcast.searching.gpu_types import Offers
-    from peakcast.searching.search import Progress
+    from peakcast.searching.search_settings import Progress
 
 __all__ = [
     "Checked",
@@ -296,6 +296,7 @@ def search(
     from peakcast.doors.recipe_files import read_recipe_file
     from peakcast.doors.searching import ask
     from peakcast.searching.gpu_types import read_prices
+    from peakcast.searching.search_settings import SearchSettings
 
     prices = read_prices(price)
     types = gpu.split(",") if isinstance(gpu, str) else [gpu] if isinstance(gpu, Device) else list(gpu or prices)
@@ -303,10 +304,16 @@ def search(
     devices = [on_node(device, host_memory_gib, gpus_per_node) for device in dict.fromkeys(named)]
     kept = read_recipe_file(Path(recipe)) if recipe is not None else None
     read = translation_of(kept.job if kept is not None and job is None else job)
-    options: dict[str, Any] = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
-    options |= {"findings": read.findings, "record": partial(_record, progress)}
-    options |= {"lent": kept.lent() if kept is not None else None}
-    found = ask(read.job, devices, find, prices, num_gpus, global_batch_size, options)
+    settings = SearchSettings(
+        top=top,
+        gpus_per_node=gpus_per_node,
+        processes=processes,
+        progress=progress,
+        findings=read.findings,
+        record=partial(_record, progress),
+        lent=kept.lent() if kept is not None else None,
+    )
+    found = ask(read.job, devices, find, prices, num_gpus, global_batch_size, settings)
     return replace(found, findings=read.findings)
 
 

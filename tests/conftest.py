@@ -63,6 +63,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return num_processes if num_processes > 1 else 0
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Every second process collects all files from the last to the first. In a new checkout files are compiled as they are
+    imported, which takes as long as importing them; in one order, processes would each compile all of them."""
+    worker: dict[str, str] = getattr(config, "workerinput", {})
+    odd = int(worker.get("workerid", "gw0").removeprefix("gw")) % 2
+    if odd and [Path(path).resolve() for path in config.args] == [TESTS]:
+        inside = {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
+        config.args = [str(TESTS / name) for name in sorted(inside, reverse=True)]
+
+
 @cache
 def _computes_alone(path: Path) -> bool:
     """Whether all tests of a file are of the fast lane, but those that a marker takes out of it."""
@@ -85,12 +95,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _computes_alone(item.path) and NEVER_FAST.isdisjoint(mark.name for mark in item.iter_markers()):
             item.add_marker("fast")
-    items.sort(key=lambda item: _computes_alone(item.path))
+    items.sort(key=lambda item: (_computes_alone(item.path), item.path))
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """What is imported and collected stays; examining it for reference cycles, again and again, would take two seconds."""
+    if not session.config.pluginmanager.hasplugin("dsession"):  # the process that shares out tests collects none
+        gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays; examining it for reference cycles would take a second each time."""
+    """... and a second each time afterwards."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -245,16 +245,16 @@ def test_fitting_again_from_equal_rows_leaves_the_file_as_it_is(tmp_path: Path, 
     assert api.predict(JOB, "A100-80GB", calibration=second.path).calibration == "A100-80GB"
 
 
-def test_a_gpu_type_without_rows_cannot_be_fitted(tmp_path: Path) -> None:
+def test_a_gpu_type_without_rows_cannot_be_fitted(tmp_path: Path, rows_of_one_gpu: Path) -> None:
     with pytest.raises(CatalogError, match="RTX5090' has no measured rows"):
-        api.fit("RTX5090", output=tmp_path)
+        api.fit("RTX5090", datasets=rows_of_one_gpu, output=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path, rows_of_one_gpu: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(PeakcastError, match="cannot be written"):
-        api.fit("A100-80GB", output=tmp_path / "taken" / "inside")
+        api.fit("A100-80GB", datasets=rows_of_one_gpu, output=tmp_path / "taken" / "inside")
 
 
 def test_advice_and_other_gpus_are_computed_when_they_are_read() -> None:

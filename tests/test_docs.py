@@ -30,14 +30,18 @@ REFRESH = "python -P -m peakcast.reports.readme FILE refreshes it"
 PAGES = {path.name: path for path in (README, *sorted((ROOT / "docs").glob("*.md")))}
 RUNS_SCRIPTS = "dryrun.md"
 """Its commands run whole training scripts, and each needs what the one before has written."""
-TRACES = re.compile(r"PEAKCAST_RECIPES=recipes|peakcast ((explain|replay|collect) .*--(trace|module)|verify grid.yaml)")
+LONG = re.compile(
+    r"PEAKCAST_RECIPES=recipes|peakcast ((explain|replay|collect) .*--(trace|module)|verify grid.yaml)"
+    r"|peakcast (import-published|evaluate --against published)"
+)
 """Commands that record a network or use what was recorded, and those that trace a step: other tests hold the answers
-against traces; here they take as long as all other commands together."""
+against traces; here they take as long as all other commands together. And those that import the published rows, which
+`collectors/test_published.py` compares with the tables to the byte, and judge them, as `test_check.py` does with others."""
 
 
 def takes_long(page: str, command: str) -> bool:
     """Whether `command` of `page` runs only where the tests marked `whole` do."""
-    return page == RUNS_SCRIPTS or TRACES.search(command) is not None
+    return page == RUNS_SCRIPTS or LONG.search(command) is not None
 
 
 SHOWN = [

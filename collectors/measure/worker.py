@@ -36,6 +36,8 @@ LIBRARIES = (
     "transformers",
     "transformers.models.auto.modeling_auto",
     "transformers.modeling_utils",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
     "peft",
     "pynvml",
     "peakcast.collectors.stacks.huggingface",
@@ -44,6 +46,8 @@ LIBRARIES = (
     "peakcast.collectors.tracing.deepspeed_fakes",
     "peakcast.collectors.tracing.dtensors",
     "peakcast.collectors.tracing.fake_cuda",
+    "peakcast.collectors.tracing.kernel_packages",
+    "peakcast.collectors.tracing.megatron_fakes",
     "peakcast.collectors.tracing.patches",
 )
 """Modules that cells import, so that a parent can import them first. A missing one is left to the cell, which says what to

@@ -136,12 +136,9 @@ def _baseline(
     before: Callable[[int], Sequence[Timeline]] = lambda chosen: (),
 ) -> Baseline:
     """The baseline. `before`: the timelines of what a rank does before its first step."""
-    from peakcast.models.baseline.fullest_ranks import fullest_ranks
-
     ledger = lru_cache(maxsize=None)(ledger)  # what is reserved, allocated and pinned follows from the same few timelines
-    candidates = fullest_ranks(job) if rank is None else (rank,)
-    steadies = {candidate: ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates}
-    chosen = max(candidates, key=lambda candidate: steadies[candidate].peak().num_bytes)
+    steadies = _steady_steps(job, device, rank, ledger)
+    chosen = max(steadies, key=lambda candidate: steadies[candidate].peak().num_bytes)
     steady, first = steadies[chosen], ledger(job, device=device, rank=chosen, step="first")
     context = contexts_and_kernels_bytes(job, device)
     communicators = communicator_bytes(job, device)
@@ -151,11 +148,10 @@ def _baseline(
     replayed = replays.of_seen(seen, chosen) if seen is not None else replays.of_chosen(chosen)
     run = replayed.run
     if rank is None:
-        runs = [run, *(replays.of_rank(one) for one in _nearly_as_full(job, chosen, steadies))]
-        run = replace(run, peak_reserved_bytes=max(one.peak_reserved_bytes for one in runs))
+        others = (replays.of_rank(one).peak_reserved_bytes for one in _nearly_as_full(job, chosen, steadies))
+        run = replace(run, peak_reserved_bytes=max((run.peak_reserved_bytes, *others)))
     if evenly_routed(job) != job and seen is None:
-        most = max(step.peak().num_bytes for step in (steady, first))
-        run = _with_fullest_expert(run, most - max(step.peak().num_bytes for step in replayed.steps))
+        run = _with_fullest_expert(run, _highest_peak_bytes((steady, first)) - _highest_peak_bytes(replayed.steps))
     return Baseline(
         rank=chosen,
         replayed_allocated_bytes=run.peak_allocated_bytes,
@@ -248,6 +244,18 @@ class _Replays:
         )
 
 
+def _steady_steps(job: TrainingJob, device: Device, rank: int | None, ledger: Ledger) -> dict[int, Timeline]:
+    """The steady step of `rank`, or of one rank of each pipeline stage that may be the worst one, by rank."""
+    from peakcast.models.baseline.fullest_ranks import fullest_ranks
+
+    candidates = fullest_ranks(job) if rank is None else (rank,)
+    return {candidate: ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates}
+
+
+def _highest_peak_bytes(steps: Sequence[Timeline]) -> int:
+    return max(step.peak().num_bytes for step in steps)
+
+
 def _nearly_as_full(job: TrainingJob, chosen: int, steadies: Mapping[int, Timeline]) -> list[int]:
     """The ranks besides `chosen` that allocate nearly as much, one of which may reserve more. `steadies`: the steady step
     of a rank of each stage."""
@@ -312,7 +320,7 @@ def _replay(steps: Sequence[Timeline], job: TrainingJob, device: Device, outside
     allowed_bytes = None if fraction is None else int(fraction * device.cuda_memory_bytes)
     limits = [limit for limit in (room_bytes, allowed_bytes) if limit is not None]
     newest_first = torch_release(job.versions) < (2, 13)
-    if max(step.peak().num_bytes for step in steps) <= min(limits):
+    if _highest_peak_bytes(steps) <= min(limits):
         try:
             limited = {"capacity_bytes": room_bytes, "allowed_bytes": allowed_bytes}
             return replay_run(steps, job.allocator, newest_first=newest_first, **limited)

@@ -138,26 +138,41 @@ def _axes(layout: Parallelism) -> dict[str, int]:
 def features(job: TrainingJob, device: Device, base: Baseline, *, published: bool = False) -> dict[str, float]:
     """The row of `FEATURES` for one job, device and baseline, for the allocated peak (`of_quantity` for others); every
     value is finite. `published`: whether the row was published by others, not measured by peakcast or being asked about."""
-    layout = job.parallelism
-    peak = max(base.peak_allocated_bytes, 1)
+    values = {
+        **sizes(job, base.peak_allocated_bytes),
+        **kinds(job),
+        **_of_the_baseline(base),
+        **_settings(job),
+        **_machine(job, device),
+        "published": published,
+    }
+    return {name: float(values[name]) for name in FEATURES}
+
+
+def _of_the_baseline(base: Baseline) -> dict[str, float]:
+    """The features of the analytical answer: how its quantities compare, and what its peak is made of."""
+    peak, reserved = max(base.peak_allocated_bytes, 1), max(base.peak_reserved_bytes, 1)
     phases = sorted(base.phase_peaks_bytes.values(), reverse=True)
     shares = {name: base.composition.get(name, 0) / peak for name in _CATEGORIES}
     for own, counted_as in _COUNTED_AS.items():
         shares[counted_as.name.lower()] += base.composition.get(own.name.lower(), 0) / peak
-    torch = release(resolved(job.versions).get("torch", "0.0"))
-    major, minor = device.compute_capability
-    values: dict[str, float] = {
+    return {
         "gib_over_start": GIB / max(base.start("peak_allocated_bytes"), 1),
-        **sizes(job, base.peak_allocated_bytes),
-        **kinds(job),
-        "log2_reserved_over_allocated": math.log2(max(base.peak_reserved_bytes, 1) / peak),
-        "log2_device_over_reserved": math.log2(max(base.peak_device_bytes, 1) / max(base.peak_reserved_bytes, 1)),
+        "log2_reserved_over_allocated": math.log2(reserved / peak),
+        "log2_device_over_reserved": math.log2(max(base.peak_device_bytes, 1) / reserved),
         "allocator_slack": base.replayed_allocated_bytes / peak - 1,
         "held_share": base.held_bytes / peak,
         **{f"share_{name}": share for name, share in shares.items()},
         "temporaries_share": shares["temporaries"] + shares["optimizer_temporaries"],
         **{f"peak_in_{name}": base.peak_phase == name for name in _PHASES},
         "second_phase_ratio": phases[1] / max(phases[0], 1) if len(phases) > 1 else 0.0,
+    }
+
+
+def _settings(job: TrainingJob) -> dict[str, float]:
+    """The features that are single settings of a job."""
+    layout = job.parallelism
+    return {
         "num_parallel_axes": sum(size > 1 for size in _axes(layout).values()),
         "sequence_parallel": layout.sequence_parallel,
         "distributed_optimizer": layout.sharding in ("fsdp1", "fsdp2", "hsdp") or layout.zero_stage > 0,
@@ -174,12 +189,18 @@ def features(job: TrainingJob, device: Device, base: Baseline, *, published: boo
         "float8": job.precision.compute == "float8",
         "float32_main_gradients": job.precision.gradients == "float32",
         "expandable_segments": job.allocator.expandable_segments,
-        "published": published,
-        "torch_release": float(torch[0] * 100 + torch[1]) if len(torch) > 1 else 0.0,
-        "compute_capability": float(major * 10 + minor),
+    }
+
+
+def _machine(job: TrainingJob, device: Device) -> dict[str, float]:
+    """The features of what a job runs on: the GPU, and the age of its software."""
+    torch = release(resolved(job.versions).get("torch", "0.0"))
+    major, minor = device.compute_capability
+    return {
+        "torch_release": torch[0] * 100 + torch[1] if len(torch) > 1 else 0,
+        "compute_capability": major * 10 + minor,
         "num_sms": device.num_sms / 100,
     }
-    return {name: float(values[name]) for name in FEATURES}
 
 
 def of_quantity(row: Mapping[str, float], base: Baseline, quantity: str) -> dict[str, float]:

@@ -126,40 +126,58 @@ def fit_quantity(
     """Residual, spread and bars of one quantity. Spread and bars are fitted to the residual's errors on architectures, and
     on sources, that were held out. A bound counts among them only if the prediction was below it. `compared`: samples whose
     kinds of jobs count as measured, beside those of `rows`."""
-    ratios = [sample.log_ratio(quantity) for sample in rows]
     weights = repeat_weights(rows)
-    most = max(sample.trust for sample in rows)
-    architectures = [sample.architecture for sample in rows]
     own_features = [of_quantity(sample.features, sample.baseline, quantity) for sample in rows]
 
     def candidates() -> list[Regressor]:
         return [one for one in make_candidates() if quantity not in one.not_of]
 
-    residual = Residual(make_candidates=candidates, num_folds=num_folds).fit(
+    residual = _learned(Residual(make_candidates=candidates, num_folds=num_folds), rows, quantity, own_features, weights)
+    held = _held_out(rows, quantity, own_features, compared, residual, weights)
+    spread, intervals = _bars(quantity, held)
+    finished = [sample for sample in rows if not sample.censored]
+    return QuantityCalibration(
+        residual=residual,
+        spread=spread,
+        intervals=intervals,
+        domain=Domain.of(finished),
+        rows_by_gpu=dict(Counter(sample.row.gpu for sample in finished)),
+        unseen_errors=_unseen_errors(rows, quantity, residual, weights),
+    )
+
+
+def _learned(
+    residual: Residual,
+    rows: Sequence[Sample],
+    quantity: str,
+    own_features: Sequence[Mapping[str, float]],
+    weights: Sequence[float],
+) -> Residual:
+    """`residual`, fitted to `rows`: each counts as much as it is trusted beside the most trusted one."""
+    most = max(sample.trust for sample in rows)
+    return residual.fit(
         own_features,
-        ratios,
-        architectures,
+        [sample.log_ratio(quantity) for sample in rows],
+        [sample.architecture for sample in rows],
         [sample.residual_group for sample in rows],
         [weight * sample.trust / most for weight, sample in zip(weights, rows, strict=True)],
         [sample.censored for sample in rows],
         [sample.row.project for sample in rows],
     )
-    held = _held_out(rows, quantity, own_features, compared, residual, weights)
-    spread, intervals = _bars(quantity, held)
-    finished = [index for index, sample in enumerate(rows) if not sample.censored]
-    unseen = residual.splits_[0].guesses.tolist()
-    return QuantityCalibration(
-        residual=residual,
-        spread=spread,
-        intervals=intervals,
-        domain=Domain.of([rows[i] for i in finished]),
-        rows_by_gpu=dict(Counter(rows[i].row.gpu for i in finished)),
-        unseen_errors=mean_by_architecture(
-            [architectures[i] for i in finished],
-            [abs(ratios[i] - unseen[i]) for i in finished],
-            [weights[i] for i in finished],
-        ),
-    )
+
+
+def _unseen_errors(
+    rows: Sequence[Sample], quantity: str, residual: Residual, weights: Sequence[float]
+) -> dict[str, float]:
+    """The mean error (log) of each architecture, predicted without its own rows, over the runs that finished."""
+    guesses = residual.splits_[0].guesses.tolist()
+    known = [
+        (sample.architecture, abs(sample.log_ratio(quantity) - guess), weight)
+        for sample, guess, weight in zip(rows, guesses, weights, strict=True)
+        if not sample.censored
+    ]
+    names, errors, counts = zip(*known, strict=True) if known else ((), (), ())
+    return mean_by_architecture(names, errors, counts)
 
 
 @dataclass(frozen=True, slots=True)

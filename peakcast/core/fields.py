@@ -8,7 +8,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from peakcast.core.errors import SpecError, near_misses
@@ -21,8 +21,9 @@ MOST = 2**40
 
 
 @functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def _readers(cls: Any) -> dict[str, Reader]:
+    """Name of each annotated field -> how its values are read."""
+    return {name: _reader(hint) for name, hint in typing.get_type_hints(cls).items()}
 
 
 @functools.cache
@@ -56,10 +57,10 @@ def build(cls: type[T], mapping: object, where: str = "") -> T:
     `where` prefixes the parameter name in messages ("parallelism.").
     Raises: SpecError naming the key, the value, what is allowed and near misses.
     """
-    hints: dict[str, Any] = _hints(cls)  # type: ignore[arg-type]
+    readers: dict[str, Reader] = _readers(cls)  # type: ignore[arg-type]
     if not isinstance(mapping, Mapping):
         raise SpecError(
-            f"{where.rstrip('.') or 'the job'}={mapping!r} must be a mapping with the keys {', '.join(hints)}.",
+            f"{where.rstrip('.') or 'the job'}={mapping!r} must be a mapping with the keys {', '.join(readers)}.",
             parameter=where.rstrip(".") or None,
             value=mapping,
         )
@@ -71,7 +72,7 @@ def build(cls: type[T], mapping: object, where: str = "") -> T:
                 parameter=f"{where}{key}",
                 value=mapping[key],
             )
-    values = {key: _coerce(hints[key], value, where + key) for key, value in mapping.items()}
+    values = {key: readers[key](value, where + key) for key, value in mapping.items()}
     missing = [key for key, required in known.items() if required and key not in values]
     if missing:
         raise SpecError(
@@ -88,12 +89,15 @@ def unsaid(default: Any) -> Any:
 
 def to_mapping(value: object) -> Any:
     """The plain JSON-able form of a dataclass built by `build`; `build(type(v), to_mapping(v)) == v`."""
-    if value is None or type(value) in _PLAIN:  # most values by far
+    kind: Any = type(value)
+    if kind in _PLAIN:  # most values by far
         return value
     if dataclasses.is_dataclass(value):
-        kind: Any = type(value)
-        said = ((name, getattr(value, name), left_out) for name, left_out in _written(kind))
-        return {name: to_mapping(item) for name, item, left_out in said if item != left_out}
+        said = {name: getattr(value, name) for name in _keys(kind)}
+        left_out = [name for name, default in _unsaid(kind) if said[name] == default]
+        for name in left_out:
+            del said[name]
+        return {name: item if type(item) in _PLAIN else to_mapping(item) for name, item in said.items()}
     if isinstance(value, FrozenMapping):
         return {key: to_mapping(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -101,15 +105,13 @@ def to_mapping(value: object) -> Any:
     return value
 
 
-_PLAIN = frozenset((str, int, float, bool))
-_NOTHING = object()
+_PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 @functools.cache
-def _written(cls: type) -> tuple[tuple[str, object], ...]:
-    """Name of each field that can be given, and the value with which it is left out; `_NOTHING` if with none."""
-    fields = (f for f in dataclasses.fields(cls) if f.init)
-    return tuple((f.name, f.default if f.metadata.get("unsaid") else _NOTHING) for f in fields)
+def _unsaid(cls: Any) -> tuple[tuple[str, object], ...]:
+    """Name and default of each field that is left out with its default."""
+    return tuple((f.name, f.default) for f in dataclasses.fields(cls) if f.init and f.metadata.get("unsaid"))
 
 
 class FrozenMapping(Mapping[str, Any]):
@@ -154,29 +156,49 @@ def _refuse(where: str, value: object, rule: str) -> SpecError:
     return SpecError(f"{where}={value!r} must be {rule}.", parameter=where, value=value)
 
 
-def _coerce(hint: Any, value: Any, where: str) -> Any:
-    origin = get_origin(hint)
+Reader = Callable[[Any, str], Any]
+"""The value of a field from what a mapping has there, which messages name by the second argument."""
+
+
+@functools.cache
+def _reader(hint: Any) -> Reader:
+    """How values of a field of type `hint` are read. A type is looked at once: thousands of rows have the same ones."""
+    origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        options = get_args(hint)
-        if value is None and type(None) in options:
-            return None
-        return _coerce(next(o for o in options if o is not type(None)), value, where)
+        present = _reader(next(option for option in inner if option is not type(None)))
+        return functools.partial(_optional, present) if type(None) in inner else present
     if origin is Literal:
-        return _one_of(get_args(hint), value, where)
+        return functools.partial(_one_of, inner)
     if origin is tuple:
-        if isinstance(value, str) or not hasattr(value, "__iter__"):
-            raise _refuse(where, value, "a list")
-        return tuple(_coerce(get_args(hint)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return functools.partial(_list, _reader(inner[0]))
     if hint is FrozenMapping:
-        if not isinstance(value, Mapping):
-            raise _refuse(where, value, "a mapping")
-        for key, item in value.items():
-            if not all(map(_is_plain, item if isinstance(item, (list, tuple)) else [item])):
-                raise _refuse(f"{where}.{key}", item, "a text, a number, true or false, null, or a list of those")
-        return FrozenMapping(value)
+        return _frozen_mapping
     if dataclasses.is_dataclass(hint):
-        return value if isinstance(value, typing.cast(type, hint)) else build(typing.cast(Any, hint), value, where + ".")
-    return _scalar(hint, value, where)
+        return functools.partial(_built, typing.cast(type, hint))
+    return functools.partial(_scalar, hint)
+
+
+def _optional(present: Reader, value: Any, where: str) -> Any:
+    return None if value is None else present(value, where)
+
+
+def _list(item_of: Reader, value: Any, where: str) -> tuple[Any, ...]:
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        raise _refuse(where, value, "a list")
+    return tuple(item_of(item, f"{where}[{i}]") for i, item in enumerate(value))
+
+
+def _frozen_mapping(value: Any, where: str) -> FrozenMapping:
+    if not isinstance(value, Mapping):
+        raise _refuse(where, value, "a mapping")
+    for key, item in value.items():
+        if not all(map(_is_plain, item if isinstance(item, (list, tuple)) else [item])):
+            raise _refuse(f"{where}.{key}", item, "a text, a number, true or false, null, or a list of those")
+    return FrozenMapping(value)
+
+
+def _built(cls: type, value: Any, where: str) -> Any:
+    return value if isinstance(value, cls) else build(cls, value, where + ".")
 
 
 def _is_plain(value: object) -> bool:

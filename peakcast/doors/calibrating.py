@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from peakcast.models.calibration.samples import Samples
     from peakcast.models.evaluation.checking import Check
     from peakcast.models.evaluation.evaluation import Evaluation
-    from peakcast.searching.search import Progress
+    from peakcast.searching.search_settings import Progress
     from peakcast.tracking import Tracker
 
 FITTING, DRAWING = ("sklearn", "scipy"), ("matplotlib", "jinja2")
@@ -64,7 +64,7 @@ def fit(
     need("fitting a calibration", *FITTING)
     from peakcast.models.calibration.samples import prepare
 
-    rows = _rows(datasets)
+    rows = _rows(datasets, gpu)
     names = _gpu_types(rows, gpu)
     folder = _made(Path(output) if output is not None else calibration_folder())
     return _fitted(prepare(rows), names, folder, tracker, progress)
@@ -119,7 +119,7 @@ def evaluate(
     from peakcast.models.calibration.samples import prepare
     from peakcast.models.evaluation.evaluation import SPLITS
 
-    rows = _rows(datasets)
+    rows = _rows(datasets, gpu)
     _gpu_types(rows, gpu)
     if progress:
         progress(f"evaluating {len(rows):,} rows, each predicted without its group")
@@ -167,7 +167,8 @@ def check(against: Path, gpu: str | None = None, *, calibration: Calibration | s
 
     rows = read_measurements(Path(against))
     if gpu is not None:
-        rows = [row for row in rows if row.gpu == _gpu_types(rows, gpu)[0]]
+        (name,) = _gpu_types(rows, gpu)
+        rows = [row for row in rows if row.gpu == name]
     prepared = prepare(rows)
     if not prepared.samples:
         reasons = "; ".join(f"{count} × {reason}" for reason, count in prepared.left_out.items()) or "it is empty"
@@ -245,9 +246,13 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _rows(datasets: Path | None) -> list[Measurement]:
+def _rows(datasets: Path | None, gpu: str | None = None) -> list[Measurement]:
+    """All rows. That `gpu` is no GPU type is said before thousands of them are read."""
+    from peakcast import catalog
     from peakcast.measurements.store import load
 
+    if gpu is not None:
+        catalog.gpu(gpu)
     rows = load(datasets)
     if not rows:
         raise RecordError("no table has a row; collect some with `peakcast collect`, or name another folder.")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from peakcast.collectors.measure.settings import CollectSettings
     from peakcast.jobs.spec import TrainingJob
     from peakcast.models.baseline.agreement import Agreement
-    from peakcast.searching.search import Progress
+    from peakcast.searching.search_settings import Progress
 
 SELECTIONS = ("grid", "informative")
 UNNAMED_GPU = "A100-80GB"

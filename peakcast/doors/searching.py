@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from peakcast.catalog import Device
 from peakcast.core.errors import SpecError, near_misses
@@ -12,6 +11,7 @@ from peakcast.searching.found import Found, Largest
 from peakcast.searching.gpu_types import Offers, compare
 from peakcast.searching.inverse import MOST, biggest_model, fewest_gpus, largest
 from peakcast.searching.search import search
+from peakcast.searching.search_settings import SearchSettings
 
 ASKED = ("plans", *MOST, "num_gpus", "model")
 
@@ -23,7 +23,7 @@ def ask(
     prices: Mapping[str, float],
     num_gpus: int | None,
     global_batch_size: int | None,
-    options: dict[str, Any],
+    settings: SearchSettings,
 ) -> Found | Largest | Offers:
     """The answer to one search. Raises: SpecError."""
     if find not in ASKED:
@@ -38,17 +38,17 @@ def ask(
             value=job.task,
         )
     if len(devices) != 1 or prices:
-        return _which_type(job, devices, find, prices, num_gpus, global_batch_size, options)
+        return _which_type(job, devices, find, prices, num_gpus, global_batch_size, settings)
     (device,) = devices
     if find == "plans":
-        return search(job, device, num_gpus or job.parallelism.world_size, global_batch_size, **options)
+        return search(job, device, num_gpus or job.parallelism.world_size, global_batch_size, settings)
     if find == "num_gpus":
-        return fewest_gpus(job, device, global_batch_size, **options)
-    if find == "model" and options["lent"] is not None:
+        return fewest_gpus(job, device, global_batch_size, settings)
+    if find == "model" and settings.lent is not None:
         raise SpecError("find='model' asks about other networks than the recipe's; leave one out.", parameter="find")
     if find == "model":
-        return biggest_model(job, device, options["progress"], options["findings"])
-    return largest(job, device, find, options["findings"], options["record"], options["lent"])
+        return biggest_model(job, device, settings)
+    return largest(job, device, find, settings)
 
 
 def _which_type(
@@ -58,7 +58,7 @@ def _which_type(
     prices: Mapping[str, float],
     num_gpus: int | None,
     global_batch_size: int | None,
-    options: dict[str, Any],
+    settings: SearchSettings,
 ) -> Offers:
     """Several GPU types, or prices: which one to take."""
     if not devices:
@@ -69,7 +69,7 @@ def _which_type(
             parameter="find",
             value=find,
         )
-    return compare(job, devices, prices, num_gpus, global_batch_size, options)
+    return compare(job, devices, prices, num_gpus, global_batch_size, settings)
 
 
 def _refuse_unheard(find: str, num_gpus: int | None, global_batch_size: int | None, job: TrainingJob) -> None:

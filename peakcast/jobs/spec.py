@@ -300,9 +300,13 @@ class TrainingJob(HashedOnce):
         return self.batch.num_tokens or self.micro_batch_size * self.sequence_length
 
     @cached_property
+    def _canonical(self) -> str:
+        return canonical_json(job_to_mapping(self))
+
+    @cached_property
     def config_hash(self) -> str:
         """16 hex digits of the SHA-256 of the canonical JSON; equal jobs have equal hashes."""
-        return hashlib.sha256(canonical_json(job_to_mapping(self)).encode()).hexdigest()[:16]
+        return hashlib.sha256(self._canonical.encode()).hexdigest()[:16]
 
     def replace(self, **changes: Any) -> TrainingJob:
         """The same job with `changes`."""
@@ -318,6 +322,11 @@ def job_to_mapping(job: TrainingJob) -> dict[str, Any]:
     """The job as a plain mapping, every default written out; `dialects.common.job_file.job_from_mapping` reads it back."""
     mapping: dict[str, Any] = to_mapping(job)
     return mapping
+
+
+def canonical_job(job: TrainingJob) -> str:
+    """The job as canonical JSON, every default written out: the text that `config_hash` is of, made once for each job."""
+    return job._canonical
 
 
 def job_in_words(job: TrainingJob) -> str:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from peakcast.core.errors import RecordError, SpecError, near_misses
 from peakcast.core.fields import build
-from peakcast.jobs.spec import TrainingJob, canonical_json, job_to_mapping
+from peakcast.jobs.spec import TrainingJob, canonical_job, canonical_json, job_to_mapping
 from peakcast.measurements.records import SCHEMA_VERSION, Collectives, Measurement, Outcome, Provenance
 
 MAX_COUNT = 2**50
@@ -77,14 +77,12 @@ class CellError(ValueError):
 
 def to_row(measurement: Measurement) -> dict[str, Any]:
     """The JSON-able mapping of `measurement`, one entry per column, checked. Raises: CellError."""
-    mapping = job_to_mapping(measurement.job)
-    job = build(TrainingJob, mapping)  # otherwise an int in a float field would hash differently when read
-    as_read = job_to_mapping(job)
+    job = build(TrainingJob, job_to_mapping(measurement.job))  # an int in a float field would hash differently when read
     try:
-        if canonical_json(as_read) != canonical_json(mapping):
+        if canonical_job(job) != canonical_job(measurement.job):
             measurement = Measurement(**{**_fields(measurement), "job": job})
         row = {**_fields(measurement), "config_hash": measurement.job.config_hash, "key": measurement.key}
-        row["job"] = as_read
+        row["job"] = json.loads(canonical_job(job))
         row["assumptions"], row["spoiled"] = list(measurement.assumptions), list(measurement.spoiled)
         row = dict(json.loads(canonical_json(row)))
     except (ValueError, TypeError, RecursionError) as error:
@@ -117,7 +115,7 @@ def from_row(row: Mapping[str, Any], jobs: dict[str, TrainingJob] | None = None)
     values: dict[str, Any] = {name: row[name] for name in COLUMNS if name not in ("config_hash", "key", "job")}
     values |= {name: tuple(row[name]) for name in _LISTS}
     measurement = Measurement(job=job, **values)
-    if text == canonical_json(job_to_mapping(job)):  # else from an older version: added defaults change its hash
+    if text == canonical_job(job):  # else from an older version: added defaults change its hash
         for column in ("config_hash", "key"):
             expected = job.config_hash if column == "config_hash" else measurement.key
             if row[column] != expected:

@@ -4,7 +4,7 @@ own price list."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from peakcast.searching.costs import step_seconds
 from peakcast.searching.found import Found, Largest, Plan
 from peakcast.searching.inverse import fewest_gpus
 from peakcast.searching.search import search
+from peakcast.searching.search_settings import SearchSettings
 
 DEAREST = 10_000.0
 """A higher price of a GPU-hour is a mistake in any currency."""
@@ -96,7 +97,7 @@ def compare(
     prices: Mapping[str, float],
     num_gpus: int | None,
     global_batch_size: int | None,
-    options: dict[str, Any],
+    settings: SearchSettings,
 ) -> Offers:
     """Offers for `job` on each of `devices`: on `num_gpus` of it, or, if that is None, on the fewest on which it surely
     fits. `prices`: GPU type -> price of an hour of one GPU."""
@@ -104,10 +105,10 @@ def compare(
     for device in devices:
         found: Found | Largest
         if num_gpus is None:
-            found = fewest_gpus(job, device, global_batch_size, **options)
+            found = fewest_gpus(job, device, global_batch_size, settings)
             plan = found.plan
         else:
-            found = search(job, device, num_gpus, global_batch_size, **{**options, "top": 1})
+            found = search(job, device, num_gpus, global_batch_size, replace(settings, top=1))
             plan = found.plans[0] if found.plans else None
         offers.append(_offer(device, plan, prices.get(device.name)))
     return Offers(offers=tuple(sorted(offers, key=_order)), has_prices=bool(prices))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from peakcast import catalog
 from peakcast.catalog import Device
 from peakcast.core.errors import SpecError
-from peakcast.core.findings import Finding
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.parameters.inventory import num_parameters
-from peakcast.models.recipes.lent import Lent, lending
+from peakcast.models.recipes.lent import lending
 from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.searching.found import Found, Largest, Plan
-from peakcast.searching.search import RecordRecipes, planned, search
+from peakcast.searching.search import planned, search
+from peakcast.searching.search_settings import USUAL, SearchSettings
 
 MOST = {"micro_batch_size": 65_536, "sequence_length": 2**24}
 STEP = {"micro_batch_size": 1, "sequence_length": 128}
@@ -25,17 +25,10 @@ number."""
 FEW = 64
 
 
-def largest(
-    job: TrainingJob,
-    device: Device,
-    name: str,
-    findings: tuple[Finding, ...] = (),
-    record: RecordRecipes = lambda jobs: None,
-    lent: Lent | None = None,
-) -> Largest:
+def largest(job: TrainingJob, device: Device, name: str, settings: SearchSettings = USUAL) -> Largest:
     """The largest `name` ("micro_batch_size" or "sequence_length") with which `job` surely fits. Memory grows with both, so
-    bisection finds it. `findings`: those from reading the question; `record` and `lent`: as in `search`. Values that the
-    recipes do not cover are not tried."""
+    bisection finds it. Values that recipes do not cover are not tried."""
+    lent = settings.lent
     if name == "sequence_length" and job.inference.prompt_length is not None:  # then the prompt becomes longer
         job = job.replace(inference=replace(job.inference, prompt_length=None))
     step, least, most = _range(job, name)
@@ -47,9 +40,9 @@ def largest(
 
     def plan_of(times: int) -> Plan | None:
         asked = job.replace(**{name: times * step})
-        record([asked])
+        settings.record([asked])
         with lending(lent):
-            return planned(asked, device, None, findings)
+            return planned(asked, device, None, settings.findings)
 
     last = most // step
     found = _bisected(plan_of, -(-least // step), last)
@@ -107,13 +100,18 @@ def _range(job: TrainingJob, name: str) -> tuple[int, int, int]:
 
 
 def fewest_gpus(
-    job: TrainingJob, device: Device, global_batch_size: int | None = None, *, most: int = 4096, **options: Any
+    job: TrainingJob,
+    device: Device,
+    global_batch_size: int | None = None,
+    settings: SearchSettings = USUAL,
+    *,
+    most: int = 4096,
 ) -> Largest:
     """The fewest GPUs (a power of two, up to `most`) on which some plan surely fits."""
     before: Found | None = None
     for num_gpus in (1 << k for k in range(most.bit_length())):
         try:
-            found = search(job, device, num_gpus, global_batch_size, **{**options, "top": 1})
+            found = search(job, device, num_gpus, global_batch_size, replace(settings, top=1))
         except SpecError:
             continue
         if found.plans and found.plans[0].fits == "yes":
@@ -124,18 +122,12 @@ def fewest_gpus(
     return Largest(asked="num_gpus", value=None, plan=None, beyond=most, beyond_fits="no")
 
 
-def biggest_model(
-    job: TrainingJob,
-    device: Device,
-    progress: Callable[[str], None] | None = None,
-    findings: tuple[Finding, ...] = (),
-) -> Largest:
+def biggest_model(job: TrainingJob, device: Device, settings: SearchSettings = USUAL) -> Largest:
     """The architecture of the catalog with the most parameters with which `job`, otherwise unchanged, surely fits."""
     beyond, verdict = None, None
     for number, (name, candidate) in enumerate(_by_size(job)):
-        if progress:
-            progress(f"{number} architectures do not fit; trying {name}")
-        plan = planned(candidate, device, None, findings)
+        settings.say(f"{number} architectures do not fit; trying {name}")
+        plan = planned(candidate, device, None, settings.findings)
         if plan is not None and plan.fits == "yes":
             return Largest(asked="model", value=name, plan=plan, beyond=beyond, beyond_fits=verdict)
         beyond, verdict = name, plan.fits if plan is not None else "no"

@@ -8,7 +8,7 @@ search ends when enough plans surely fit. The answer is the same as if all candi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from peakcast.catalog import Device
@@ -21,18 +21,24 @@ from peakcast.models.baseline.measured_constants import known_context_bytes
 from peakcast.models.ledger.recorded.covering import no_recipe
 from peakcast.models.prediction.predict import could_surely_fit, predict
 from peakcast.models.prediction.verdict import ranks_of_a_node
-from peakcast.models.recipes.lent import Lent, lending
+from peakcast.models.recipes.lent import lending
 from peakcast.models.recipes.lent import lent as brought
 from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.shelf import wants_recipe
-from peakcast.searching.cheapest_first import FittingJob, SearchInput, SearchWorkers, held_throughout, in_order, series
+from peakcast.searching.cheapest_first import (
+    FittingJob,
+    SearchInput,
+    SearchWorkers,
+    Series,
+    held_throughout,
+    in_order,
+    series,
+)
 from peakcast.searching.costs import Cost, cost, order
 from peakcast.searching.found import Found, Plan
-from peakcast.searching.space import GPUS_PER_NODE, candidates, layouts_left_out
+from peakcast.searching.search_settings import USUAL, Progress, RecordRecipes, SearchSettings
+from peakcast.searching.space import candidates, layouts_left_out
 
-Progress = Callable[[str], None]
-RecordRecipes = Callable[[Iterable[TrainingJob]], None]
-"""Records the recipes that jobs need."""
 TRIED = 6
 """Limit of the number of predictions, as a multiple of the number of plans asked for."""
 
@@ -42,58 +48,58 @@ def search(
     device: Device,
     num_gpus: int,
     global_batch_size: int | None = None,
-    *,
-    top: int = 20,
-    gpus_per_node: int = GPUS_PER_NODE,
-    processes: int = 1,
-    progress: Progress | None = None,
-    findings: tuple[Finding, ...] = (),
-    record: RecordRecipes = lambda jobs: None,
-    lent: Lent | None = None,
+    settings: SearchSettings = USUAL,
 ) -> Found:
-    """The `top` plans for `job` on `num_gpus` of `device`: first those that surely fit, then those that may fit, each group
-    by extra time (`costs.Cost`). `global_batch_size` None: that of `job`, but at least one micro-batch per GPU. `findings`:
-    those from reading the question. `record`: called with the jobs whose recipes are needed, if the ledger does not know
-    the network. `lent`: recipes that are used to the exclusion of all others.
+    """The plans for `job` on `num_gpus` of `device`, `settings.top` of them: first those that surely fit, then those that
+    may fit, each group by extra time (`costs.Cost`). `global_batch_size` None: that of `job`, but at least one micro-batch
+    per GPU.
 
     Raises: SpecError when there is no candidate at all.
     """
-    _check_counts(num_gpus=num_gpus, top=top, gpus_per_node=gpus_per_node)
-    check_processes(processes)
+    _check_counts(num_gpus=num_gpus, top=settings.top, gpus_per_node=settings.gpus_per_node)
+    check_processes(settings.processes)
     own = job.micro_batch_size * job.gradient_accumulation_steps * job.parallelism.data_parallel_size
     batch = global_batch_size or max(own, job.micro_batch_size * num_gpus)
-    say = progress or (lambda message: None)
-    say("listing candidates")
-    every = _listed(job, num_gpus, batch, gpus_per_node)
+    settings.say("listing candidates")
+    every = _listed(job, num_gpus, batch, settings.gpus_per_node)
     left_out: Mapping[str, int] = {}
-    with lending(lent):
+    with lending(settings.lent):
         if wants_recipe(job):
-            every, left_out = _recorded(every, record)
-    say(f"{len(every):,} candidates: adding up what their ranks hold throughout a step")
-    room = usable_bytes(job, device) - known_context_bytes(device, job.versions)
-    groups = series(every)
-    with lending(lent):
-        left = [members for members in groups if held_throughout(every, members) <= room]
-    num_left = sum(map(len, left))
-
-    def tell(message: str) -> None:
-        say(f"{len(every):,} candidates, {num_left:,} of them not too heavy; {message}")
-
-    with lending(lent), SearchWorkers(SearchInput(every, device, room, findings, lent), processes) as workers:
-        plans, num_beyond_host = _plans(workers, in_order(workers, left, tell), top, tell)
+            every, left_out = _recorded(every, settings.record)
+        settings.say(f"{len(every):,} candidates: adding up what their ranks hold throughout a step")
+        room = usable_bytes(job, device) - known_context_bytes(device, job.versions)
+        left = [members for members in series(every) if held_throughout(every, members) <= room]
+        plans, num_beyond_host = _best(SearchInput(every, device, room, settings.findings, settings.lent), left, settings)
     if not plans:
-        left_out = {**left_out, **layouts_left_out(job, num_gpus, gpus_per_node)}
-    plans.sort(key=lambda p: (p.fits != "yes", *order(p.job, p.cost), p.peak_device_bytes.point))
+        left_out = {**left_out, **layouts_left_out(job, num_gpus, settings.gpus_per_node)}
     return Found(
         gpu=device.name,
         num_gpus=num_gpus,
         global_batch_size=batch,
         num_candidates=len(every),
-        num_ruled_out=len(every) - num_left,
+        num_ruled_out=len(every) - _number(left),
         left_out=left_out,
         plans=tuple(plans),
         num_beyond_host=num_beyond_host,
     )
+
+
+def _number(some: Iterable[Series]) -> int:
+    """How many candidates are in these series."""
+    return sum(map(len, some))
+
+
+def _best(question: SearchInput, left: list[Series], settings: SearchSettings) -> tuple[list[Plan], int]:
+    """The best plans among the candidates of `left`, in order, and how many were left out for their host memory."""
+    counted = f"{len(question.every):,} candidates, {_number(left):,} of them not too heavy"
+
+    def tell(message: str) -> None:
+        settings.say(f"{counted}; {message}")
+
+    with SearchWorkers(question, settings.processes) as workers:
+        plans, num_beyond_host = _plans(workers, in_order(workers, left, tell), settings.top, tell)
+    plans.sort(key=lambda p: (p.fits != "yes", *order(p.job, p.cost), p.peak_device_bytes.point))
+    return plans, num_beyond_host
 
 
 def _check_counts(**counts: int) -> None:

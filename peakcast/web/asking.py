@@ -102,6 +102,7 @@ def searched(question: Searched) -> Found:
     """The layouts that fit, as `peakcast search` finds them. Raises: SpecError or CatalogError with a message for the
     page."""
     from peakcast.searching.search import search
+    from peakcast.searching.search_settings import SearchSettings
 
     about = _about(question.asked)
     num_gpus = question.num_gpus or about.job.parallelism.world_size
@@ -112,14 +113,10 @@ def searched(question: Searched) -> Found:
             parameter="num_gpus",
             value=num_gpus,
         )
-    return search(
-        about.job,
-        about.device,
-        num_gpus,
-        top=MOST_PLANS,
-        gpus_per_node=about.device.gpus_per_node,
-        findings=about.translation.findings,
+    settings = SearchSettings(
+        top=MOST_PLANS, gpus_per_node=about.device.gpus_per_node, findings=about.translation.findings
     )
+    return search(about.job, about.device, num_gpus, settings=settings)
 
 
 def _about(asked: PageState) -> Question:

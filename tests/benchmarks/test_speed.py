@@ -28,6 +28,7 @@ from peakcast.models.baseline.ledger import ledger
 from peakcast.models.baseline.sweep import sweep
 from peakcast.searching.cheapest_first import fullest
 from peakcast.searching.search import search
+from peakcast.searching.search_settings import SearchSettings
 from peakcast.searching.space import candidates
 
 pytestmark = pytest.mark.benchmarks
@@ -215,8 +216,8 @@ def test_a_search_beside_the_peak_of_every_candidate(benchmark):
         ),
     )
     said: list[str] = []
-    options = {"top": 20, "processes": 2, "progress": said.append}
-    found = benchmark.pedantic(lambda: search(experts, DEVICE, 2048, 24_576, **options), rounds=1)
+    settings = SearchSettings(top=20, processes=2, progress=said.append)
+    found = benchmark.pedantic(lambda: search(experts, DEVICE, 2048, 24_576, settings), rounds=1)
     seconds = benchmark.stats.stats.min
     some = list(candidates(experts, 2048, 24_576))[:: max(1, found.num_candidates // 60)]
     per_candidate = fastest(lambda: [fullest(job, DEVICE, 2**62) for job in some], 1) / len(some)

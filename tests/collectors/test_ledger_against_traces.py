@@ -100,7 +100,8 @@ WHOLE = frozenset((
     "adam_loop_decaying", "sgd_decaying", "adafactor_of_transformers_fp32", "muon_fp32",
     "fp16_scaled_checkpointed", "fp16_eager_few_words", "autocast_gelu_new", "autocast_in_a_plain_loop", "neftune_lora",
     "lora_in_bf16", "lora_everywhere_checkpointed", "generate_static", "generate_gpt2", "rmsprop_loop",
-    "float8_in_compiled_layers", "falcon_eager", "autocast_eager", "adagrad_decaying",
+    "float8_in_compiled_layers", "falcon_eager", "autocast_eager", "adagrad_decaying", "adam_decaying", "adafactor_loop",
+    "fp16_eager", "generate_eager", "autocast_encoder",
 ))  # fmt: skip
 """Cells that are left to the whole lane, since others have nearly the same operators."""
 

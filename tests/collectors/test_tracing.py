@@ -35,7 +35,11 @@ def job(name):
     return expand({"base": {"sequence_length": 512, "micro_batch_size": 2}, "include": [CELLS[name]]})[0]
 
 
-@pytest.mark.parametrize("name", CELLS)
+WHOLE = ("llama_every_other", "gemma_tied_plain_loop")
+"""What they run is in cells of all layers checkpointed and, in `test_ledger_against_traces.py`, of plain loops."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.whole] * (name in WHOLE)) for name in CELLS])
 def test_the_ledger_equals_the_trace_phase_by_phase(ledger_equals_trace, name):
     """One GPU: within 0.1 % of the phase's peak, in the first and in a steady step."""
     ledger_equals_trace(job(name), rel=1e-3)

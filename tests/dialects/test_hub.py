@@ -43,7 +43,7 @@ class Hub(BaseHTTPRequestHandler):
             self.send_header("Location", "/some/tiny/resolve/main/config.json")
             self.end_headers()
         elif name == "slow":
-            time.sleep(2)
+            time.sleep(0.4)
         else:
             body = {
                 "tiny": json.dumps(CONFIG),
@@ -64,13 +64,13 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     served = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=served.serve_forever, daemon=True).start()
+    threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True).start()  # else it ends half a second late
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{served.server_port}/")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(hub, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(hub, "TIMEOUT_SECONDS", 0.2)
     hub._fetched.cache_clear()
     ASKED.clear()
     yield served

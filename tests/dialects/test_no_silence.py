@@ -75,7 +75,7 @@ def plain(value: Any) -> Any:
 def examples() -> dict[str, Example]:
     found = {}
     for file in sorted(RECORDED.glob("*/expected.yaml")):
-        for name, expected in yaml.safe_load(file.read_text(encoding="utf-8")).items():
+        for name, expected in yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader).items():
             given = dict(expected.get("beside", {}))
             files = tuple(
                 Document(Path(each).name, json.dumps(plain(mapping_of_file(RECORDED / each))))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -204,6 +206,24 @@ def test_a_step_may_ask_cuda_and_compile(own: Path) -> None:
     assert all(name.startswith("triton") for name in names)
 
 
+@pytest.fixture
+def traced_in_a_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Modules are traced in a copy of this process, which has imported torch, instead of one that imports it each time."""
+    pytest.importorskip("peakcast.collectors.tracing.tracer")
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        printed, said = tmp_path / "printed", tmp_path / "said"
+        if not (child := os.fork()):
+            with printed.open("w") as sys.stdout, said.open("w") as sys.stderr:
+                code = module.main(command[command.index(module.__name__) + 1 :])
+            os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return subprocess.CompletedProcess(command, code, printed.read_text(), said.read_text())
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+@pytest.mark.usefixtures("traced_in_a_copy")
 def test_a_module_that_cannot_be_traced_is_a_sentence(own: Path) -> None:
     with pytest.raises(CollectorError, match="broken raised ValueError: no data"):
         peakcast.explain(module=f"{own}:broken")

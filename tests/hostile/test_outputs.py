@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from peakcast.commands import cli
+
 COMMANDS = {
     "answer": ("predict", "--model", "gpt2", "--sequence-length", "512", "--gpu", "H100-80GB"),
     "JSON": ("predict", "--model", "gpt2", "--sequence-length", "512", "--gpu", "H100-80GB", "--json"),
@@ -26,13 +28,40 @@ def run(command, redirection, **environment):
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_no_output_ends_in_a_fault(name):
-    code, said = run(COMMANDS[name], ">/dev/full")
+def test_no_output_of_a_process_ends_in_a_fault():
+    code, said = run(COMMANDS["answer"], ">/dev/full")
     assert (code, said) == (74, "peakcast: the answer cannot be written: No space left on device.\n")
-    assert run(COMMANDS[name], ">&-") == (0, "")
-    assert run(COMMANDS[name], ">/dev/null", PYTHONIOENCODING="latin-1") == (0, "")
-    assert run(COMMANDS[name], ">/dev/null", PYTHONIOENCODING="ascii") == (0, "")
+    assert run(COMMANDS["answer"], ">&-") == (0, "")
+    assert run(COMMANDS["answer"], ">/dev/null", PYTHONIOENCODING="latin-1") == (0, "")
+
+
+@pytest.fixture
+def run_here(monkeypatch, capfd):
+    """A function that gives the exit code and the standard error of a command, run in this process, whose output is
+    `stream`."""
+
+    def call(command, stream):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["peakcast", *command])
+            patch.setattr(sys, "stdout", stream)
+            patch.setattr(sys, "stderr", open(2, "w", closefd=False))  # noqa: SIM115  # it is replaced by the command
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+            sys.stderr.flush()
+        return ended.value.code, capfd.readouterr().err
+
+    return call
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_ends_in_a_fault_where_its_output_is_full_or_lacks_characters(run_here, name):
+    """As the processes above, with the streams that Python would open for them."""
+    with open("/dev/full", "w") as full:
+        said = "peakcast: the answer cannot be written: No space left on device.\n"
+        assert run_here(COMMANDS[name], full) == (74, said)
+    for encoding in ("latin-1", "ascii"):
+        with open(os.devnull, "w", encoding=encoding) as stream:
+            assert run_here(COMMANDS[name], stream) == (0, "")
 
 
 def test_a_reader_that_has_gone_is_exit_code_141():

@@ -101,7 +101,7 @@ PLACES: dict[str, Callable[[Path], Path]] = {
 @pytest.fixture(autouse=True)
 def _here(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bounded, "PIPE_SECONDS", 0.2)
+    monkeypatch.setattr(bounded, "PIPE_SECONDS", 0.03)  # thirty of them are waited for
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 

@@ -12,6 +12,7 @@ from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.doors.questions import on_node
 from peakcast.printing.plans import plan_words, search_text
 from peakcast.searching.search import search
+from peakcast.searching.search_settings import SearchSettings
 
 H100, A100 = catalog.gpu("H100-80GB"), catalog.gpu("A100-80GB")
 ADAPTERS = job_from_mapping(
@@ -81,7 +82,7 @@ def test_every_gpu_type_has_the_speed_of_a_data_sheet(gpu):
 
 def test_no_time_is_estimated_for_a_gpu_type_of_unknown_speed():
     unknown = replace(A100, name="Z1")
-    found = search(ADAPTERS, unknown, 1, 4, top=1)
+    found = search(ADAPTERS, unknown, 1, 4, SearchSettings(top=1))
     assert not found.estimates_time
     assert "as on an H100: no speed of Z1 is known" in search_text(found)
     offers = api.search(ADAPTERS, [unknown, H100], num_gpus=1, price={"H100-80GB": 2.0})
@@ -98,18 +99,18 @@ OFFLOADS = job_from_mapping({"architecture": "qwen2.5-7b", "framework": "deepspe
 def test_plans_that_need_more_host_memory_than_the_node_has_are_left_out():
     """Adam's fp32 states and weights of 7.6e9 parameters are 85 GiB, which 2 GPUs of 24 GB cannot hold."""
     rtx4090 = catalog.gpu("RTX4090")
-    found = search(OFFLOADS, on_node(rtx4090, 64, 8), 2, 32, top=3)
+    found = search(OFFLOADS, on_node(rtx4090, 64, 8), 2, 4, SearchSettings(top=1))
     assert found.plans == ()
     assert found.num_beyond_host > 0
     assert f"{found.num_beyond_host} of them are left out: they need more host memory" in search_text(found)
-    roomy = search(OFFLOADS, on_node(rtx4090, 2048, 8), 2, 32, top=3)
-    assert roomy.num_beyond_host == 0
+    roomy = search(OFFLOADS, on_node(rtx4090, 2048, 8), 2, 4, SearchSettings(top=1))
+    assert (len(roomy.plans), roomy.num_beyond_host) == (1, 0)
     assert all(85 * GIB < plan.node_host_bytes == 2 * plan.peak_host_bytes.point for plan in roomy.plans)
     assert "host/node" in search_text(roomy)
 
 
 def test_the_recommended_plan_is_the_fastest_that_surely_fits():
-    found = search(OFFLOADS, H100, 8, 32, top=3)
+    found = search(OFFLOADS, H100, 8, 32, SearchSettings(top=3))
     assert found.recommended == found.plans[0]
     assert found.recommended.fits == "yes"
     assert f"Recommended, the fastest that surely fits: {plan_words(found.plans[0].job)}, " in search_text(found)

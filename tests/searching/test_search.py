@@ -32,6 +32,7 @@ from peakcast.searching.cheapest_first import (
 )
 from peakcast.searching.inverse import fewest_gpus, largest
 from peakcast.searching.search import planned, search
+from peakcast.searching.search_settings import SearchSettings
 from peakcast.searching.space import candidates, layouts
 
 H100, A100 = catalog.gpu("H100-80GB"), catalog.gpu("A100-80GB")
@@ -195,7 +196,7 @@ def test_a_search_finds_what_predicting_every_candidate_does(name, num_gpus, bat
     plans = [planned(c, device, cost) for _, c, cost in ordered]
     sure = [plan for plan in plans if plan.fits == "yes"][:top]
     others = [plan for plan in plans if plan.fits == "uncertain"][: top - len(sure)]
-    found = search(job, device, num_gpus, batch, top=top)
+    found = search(job, device, num_gpus, batch, SearchSettings(top=top))
     assert len(found.plans) == len(sure + others) > 0
     assert sorted(map(str, found.plans)) == sorted(map(str, sure + others))
     assert all(could_surely_fit(p.job, device, fullest_of_all(p.job, device)) for p in sure)
@@ -203,7 +204,7 @@ def test_a_search_finds_what_predicting_every_candidate_does(name, num_gpus, bat
 
 def test_several_processes_find_what_one_does():
     job = shallow(MEGATRON.replace(framework="torch"))
-    assert search(job, H100, 4, 4, processes=2) == search(job, H100, 4, 4)
+    assert search(job, H100, 4, 4, SearchSettings(processes=2)) == search(job, H100, 4, 4)
 
 
 def alike(job):
@@ -222,7 +223,7 @@ def test_a_stage_without_room_is_enough_to_pass_over_a_candidate():
 
 
 def test_plans_that_surely_fit_come_first_then_the_cheapest():
-    found = search(MEGATRON, H100, 8, 64, top=12)
+    found = search(MEGATRON, H100, 8, 64, SearchSettings(top=12))
     order = [(plan.fits != "yes", *costs.order(plan.job, plan.cost)) for plan in found.plans]
     assert order == sorted(order)
     assert found.plans[0].fits == "yes"
@@ -306,7 +307,7 @@ def test_of_a_mixture_only_the_experts_that_a_token_meets_compute():
 )
 def test_the_first_plans_have_the_layouts_that_are_usual_for_llama_on_h100(name, num_gpus, batch, usual):
     job = job_from_mapping({"architecture": name, "framework": "megatron", "sequence_length": 8192})
-    plans = search(job, H100, num_gpus, batch, top=3).plans
+    plans = search(job, H100, num_gpus, batch, SearchSettings(top=3)).plans
     assert any(plan_words(plan.job).startswith(usual) for plan in plans)
     assert all(costs.bubble(plan.job) < 0.05 and plan.fits == "yes" for plan in plans)
 
@@ -330,7 +331,7 @@ def test_fewer_gpus_than_the_fewest_do_not_surely_fit():
     job = job_from_mapping({"architecture": "llama-3.1-8b", "framework": "megatron", "sequence_length": 8192})
     found = fewest_gpus(job, H100, 16)
     assert found.value > 1
-    fewer = search(job, H100, found.value // 2, 16, top=1)
+    fewer = search(job, H100, found.value // 2, 16, SearchSettings(top=1))
     assert not fewer.plans or fewer.plans[0].fits != "yes"
 
 

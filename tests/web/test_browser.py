@@ -56,10 +56,10 @@ def visitor(browser):
 
 
 @contextmanager
-def opened(visitor, address, size):
+def opened(visitor, address):
     """A page that has answered its first question; that it asked nobody else is checked at the end."""
     page = visitor.new_page()
-    page.set_viewport_size(SIZES[size])
+    page.set_viewport_size(SIZES["desktop"])
     outside, faults = [], []
     page.on("request", lambda r: r.url.startswith((address, "data:", "blob:")) or outside.append(r.url))
     page.on("pageerror", lambda error: faults.append(str(error)))
@@ -71,25 +71,25 @@ def opened(visitor, address, size):
 
 
 @pytest.fixture
-def phone(visitor, address):
-    """A page of a phone's width, for tests of what lies where; they make it wider at the end. What a page says does not
-    depend on its width."""
-    with opened(visitor, address, "phone") as page:
-        yield page
-
-
-@pytest.fixture
 def fresh(visitor, address):
     """A page that nothing else was asked: controls that lose the focus may ask again, and be answered late."""
-    with opened(visitor, address, "desktop") as page:
+    with opened(visitor, address) as page:
         yield page
 
 
 @pytest.fixture(scope="module")
 def page(visitor, address):
-    """A page that tests use one after the other, each with other questions: to load one takes seconds."""
-    with opened(visitor, address, "desktop") as page:
+    """A page that tests use one after the other, each with another network: to load one takes seconds."""
+    with opened(visitor, address) as page:
         yield page
+
+
+@pytest.fixture
+def phone(page):
+    """The page at a phone's width, for tests of what lies where. What it says does not depend on its width."""
+    page.set_viewport_size(SIZES["phone"])
+    yield page
+    page.set_viewport_size(SIZES["desktop"])
 
 
 def answered(page, words):
@@ -106,9 +106,9 @@ def nothing_sticks_out(page):
 
 
 def test_layouts_are_searched_and_those_of_another_question_go(phone):
-    phone.fill("#text textarea", "gpt2")
+    phone.fill("#text textarea", "pythia-160m")
     phone.click("#predict")
-    answered(phone, "gpt2 on ")
+    answered(phone, "pythia-160m on ")
     phone.click("#layouts button")
     phone.fill("#spread input", "2")
     phone.click("#search")

@@ -58,17 +58,8 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         attention=attention_context(job, device),
         feed_forward=_feed_forward(job),
         ends=_ends(job),
-        cross_entropy=CrossEntropyContext(
-            fused=bool(convention.get("cross_entropy_loss_fusion")),
-            copies_logits=bool(convention.get("cross_entropy_copies_logits")),
-            in_place=convention.get("cross_entropy_fusion_impl") == "te",
-            wide_gradient=bool(convention.get("te_cross_entropy_wide_gradient")),
-        ),
-        weight_gradients=WeightGradients(
-            fused=bool(convention.get("gradient_accumulation_fusion", True)),
-            cached_placeholders=bool(convention.get("cached_weight_gradient_placeholders", True)),
-            cached_output_placeholder=bool(convention.get("cached_output_layer_placeholder", True)),
-        ),
+        cross_entropy=_cross_entropy(convention),
+        weight_gradients=_weight_gradients(convention),
         offloading=Offloading(
             modules=frozenset(str(convention.get("offload_modules", "")).split() if offloads else ()),
             least_elements=int(convention.get("min_offloaded_tensor_size", 0)),
@@ -83,6 +74,25 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         latent=latent_context(job) if architecture.mla is not None else None,
         mamba=mamba_context(job) if architecture.ssm is not None else None,
         padding=architecture.kind not in ("decoder", "hybrid"),
+    )
+
+
+def _cross_entropy(convention: Mapping[str, Any]) -> CrossEntropyContext:
+    """How the loss is computed."""
+    return CrossEntropyContext(
+        fused=bool(convention.get("cross_entropy_loss_fusion")),
+        copies_logits=bool(convention.get("cross_entropy_copies_logits")),
+        in_place=convention.get("cross_entropy_fusion_impl") == "te",
+        wide_gradient=bool(convention.get("te_cross_entropy_wide_gradient")),
+    )
+
+
+def _weight_gradients(convention: Mapping[str, Any]) -> WeightGradients:
+    """How the gradients of weights are added up."""
+    return WeightGradients(
+        fused=bool(convention.get("gradient_accumulation_fusion", True)),
+        cached_placeholders=bool(convention.get("cached_weight_gradient_placeholders", True)),
+        cached_output_placeholder=bool(convention.get("cached_output_layer_placeholder", True)),
     )
 
 

@@ -132,6 +132,10 @@ class Saved(NamedTuple):
         """Whether one of these tensors exists only after the operation has run."""
         return self.by_function or self.output or any(self.extra_bytes)
 
+    def sizes(self, made: Output) -> list[int]:
+        """Bytes of each of these tensors, of an operation whose output is `made`; without the parameters."""
+        return [*(x.num_bytes for x in self.inputs), *([made.num_bytes] if self.output else []), *self.extra_bytes]
+
 
 class Temporary(NamedTuple):
     """A tensor that exists only while its operation runs."""

@@ -133,35 +133,67 @@ def dropout(tape: Tape, x: Tensor, probability: float, elements: int, name: str,
     return tape.operation(name, [x], x.num_bytes, saves=Saved(extra_bytes=[elements]), gradients=[gradient])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormLayer:
+    """A norm over the last `width` elements of each of `rows`: its weight, and how wide its numbers are."""
+
+    name: str
+    rows: int
+    width: int
+    element_bytes: int
+    """Bytes of an element of the input."""
+    weight_bytes: int
+    """Bytes of an element of the weight."""
+    trains: bool
+
+    @property
+    def wide(self) -> int:
+        """Bytes of the input in fp32."""
+        return self.rows * self.width * FP32
+
+    @property
+    def narrow(self) -> int:
+        """Bytes of the input as it comes."""
+        return self.rows * self.width * self.element_bytes
+
+
 def python_rms_norm(
     tape: Tape,
     x: Tensor,
-    rows: int,
-    width: int,
-    name: str,
+    norm: NormLayer,
     *,
-    element_bytes: int,
-    weight_bytes: int | None = None,
-    trainable: bool = True,
     weight_in_fp32: bool = False,
     of_input: bool = False,
     names_product: bool = False,
 ) -> Tensor:
-    """Hugging Face's RMSNorm, line by line (modeling_llama.py): fp32 copy, x·rsqrt(mean(x²) + eps), back, times weight.
+    """Hugging Face's RMSNorm, line by line (modeling_llama.py): fp32 copy, x·rsqrt(mean(x²) + eps), back, times weight. If
+    the weight is wider than the input, the output is as wide as the weight.
 
-    `weight_bytes`: bytes of one element of the weight; if it is wider than the input, the output is as wide as the weight.
     `weight_in_fp32`: the variant of Gemma and OLMo-2, which multiplies by the weight in fp32 before it converts back.
     `names_product`: the variable is reassigned to the product with the weight (Gemma); otherwise it refers to the
     normalised tensor until the end, and another one to the mean. `of_input`: T5's variant, which multiplies the input
     itself, not its fp32 copy, by rsqrt, and reassigns one variable.
     """
-    wide = rows * width * FP32
-    x32 = cast(tape, x, wide, f"{name}.to_float32") if element_bytes != FP32 else x
+    mean, normalized = _by_root_mean_square(tape, x, norm, of_input=of_input)
+    variables = [] if names_product else [mean] if of_input else [mean, normalized]
+    if weight_in_fp32:
+        output = _narrowed(tape, _times_weight(tape, normalized, norm, FP32, norm.element_bytes), norm)
+    else:
+        compute = max(norm.element_bytes, norm.weight_bytes)
+        output = _times_weight(tape, _narrowed(tape, normalized, norm), norm, compute, norm.weight_bytes)
+    for variable in variables:
+        tape.hold(variable)
+    return output
+
+
+def _by_root_mean_square(tape: Tape, x: Tensor, norm: NormLayer, *, of_input: bool) -> tuple[Tensor, Tensor]:
+    """(mean(x²), x·rsqrt(mean(x²) + eps)), both in fp32."""
+    name, wide, row = norm.name, norm.wide, norm.rows * FP32
+    x32 = _widened(tape, x, norm)
     # pow(2): besides the gradient, backward makes x.pow(1) and twice that
     squared = unary(tape, x32, f"{name}.pow", backward_temporary_bytes=2 * wide)
-    mean = tape.operation(f"{name}.mean", [squared], rows * FP32, gradients=[(squared, wide)])
+    mean = tape.operation(f"{name}.mean", [squared], row, gradients=[(squared, wide)])
     rsqrt = unary_of_result(tape, mean, f"{name}.rsqrt")
-    variables = [] if names_product else [mean]
     # x32 · rsqrt broadcasts: the gradient of rsqrt is computed at full size and then summed
     factor = x if of_input else x32
     normalized = tape.operation(
@@ -169,104 +201,77 @@ def python_rms_norm(
         [factor, rsqrt],
         wide,
         saves=[factor, rsqrt],
-        gradients=[(factor, factor.num_bytes), (rsqrt, rows * FP32)],
-        backward_temporary_bytes=2 * wide if of_input and element_bytes != FP32 else wide,
+        gradients=[(factor, factor.num_bytes), (rsqrt, row)],
+        backward_temporary_bytes=2 * wide if of_input and norm.element_bytes != FP32 else wide,
     )
-    narrow = rows * width * element_bytes
-    variables += [normalized] if not (names_product or of_input) else []
-    if weight_in_fp32:
-        weighted = _times_weight(tape, normalized, rows, width, name, FP32, element_bytes, trainable)
-        output = cast(tape, weighted, narrow, f"{name}.to_narrow") if element_bytes != FP32 else weighted
-        for variable in variables:
-            tape.hold(variable)
-        return output
-    if element_bytes != FP32:
-        normalized = cast(tape, normalized, narrow, f"{name}.to_narrow")
-    weight_bytes = weight_bytes or element_bytes
-    output = _times_weight(tape, normalized, rows, width, name, max(element_bytes, weight_bytes), weight_bytes, trainable)
-    for variable in variables:
-        tape.hold(variable)
-    return output
+    return mean, normalized
 
 
-def _times_weight(
-    tape: Tape, x: Tensor, rows: int, width: int, name: str, compute_bytes: int, weight_bytes: int, trainable: bool
-) -> Tensor:
-    """x times the norm's weight."""
-    size = rows * width * compute_bytes
+def _widened(tape: Tape, x: Tensor, norm: NormLayer) -> Tensor:
+    """The norm's input in fp32."""
+    return x if norm.element_bytes == FP32 else cast(tape, x, norm.wide, f"{norm.name}.to_float32")
+
+
+def _narrowed(tape: Tape, x: Tensor, norm: NormLayer) -> Tensor:
+    """`x`, which is in fp32, in the dtype of the norm's input."""
+    return x if norm.element_bytes == FP32 else cast(tape, x, norm.narrow, f"{norm.name}.to_narrow")
+
+
+def _times_weight(tape: Tape, x: Tensor, norm: NormLayer, compute_bytes: int, weight_bytes: int) -> Tensor:
+    """x times the norm's weight, of elements of `weight_bytes`."""
+    size, weight = norm.rows * norm.width * compute_bytes, norm.width * weight_bytes
     return tape.operation(
-        f"{name}.weight",
+        f"{norm.name}.weight",
         [x],
         size,
-        saves=Saved([x] if trainable else [], parameter_bytes=width * weight_bytes),
-        weight_gradients=[tape.summed(f"{name}.weight.grad", width, rows, width * weight_bytes)] if trainable else [],
-        backward_temporary_bytes=size if trainable else 0,  # grad · x at full size, before it is summed over the rows
+        saves=Saved([x] if norm.trains else [], parameter_bytes=weight),
+        weight_gradients=[tape.summed(f"{norm.name}.weight.grad", norm.width, norm.rows, weight)] if norm.trains else [],
+        backward_temporary_bytes=size if norm.trains else 0,  # grad · x at full size, before it is summed over the rows
     )
 
 
-def python_layer_norm(
-    tape: Tape, x: Tensor, rows: int, width: int, name: str, *, element_bytes: int, trainable: bool = True
-) -> Tensor:
+def python_layer_norm(tape: Tape, x: Tensor, norm: NormLayer) -> Tensor:
     """Cohere's LayerNorm, line by line (modeling_cohere.py): in fp32, computing x - mean twice, times the weight, back."""
-    wide = rows * width * FP32
-    x32 = cast(tape, x, wide, f"{name}.to_float32") if element_bytes != FP32 else x
-    mean = tape.operation(f"{name}.mean", [x32], rows * FP32, gradients=[(x32, wide)])
-    centered = _subtract_mean(tape, x32, mean, rows, f"{name}.center_for_variance")
+    name, wide, row = norm.name, norm.wide, norm.rows * FP32
+    x32 = _widened(tape, x, norm)
+    mean = tape.operation(f"{name}.mean", [x32], row, gradients=[(x32, wide)])
+    centered = _subtract_mean(tape, x32, mean, f"{name}.center_for_variance")
     squared = unary(tape, centered, f"{name}.pow", backward_temporary_bytes=2 * wide)
-    variance = tape.operation(f"{name}.variance", [squared], rows * FP32, gradients=[(squared, wide)])
-    centered = _subtract_mean(tape, x32, mean, rows, f"{name}.center")
+    variance = tape.operation(f"{name}.variance", [squared], row, gradients=[(squared, wide)])
+    centered = _subtract_mean(tape, x32, mean, f"{name}.center")
     rsqrt = unary_of_result(tape, variance, f"{name}.rsqrt")
     normalized = tape.operation(
         f"{name}.normalize", [centered, rsqrt], wide, saves=[centered, rsqrt], backward_temporary_bytes=wide
     )
-    weighted = _times_weight(tape, normalized, rows, width, name, FP32, element_bytes, trainable)
-    if element_bytes == FP32:
-        return weighted
-    return cast(tape, weighted, rows * width * element_bytes, f"{name}.to_narrow")
+    return _narrowed(tape, _times_weight(tape, normalized, norm, FP32, norm.weight_bytes), norm)
 
 
-def _subtract_mean(tape: Tape, x: Tensor, mean: Tensor, rows: int, name: str) -> Tensor:
-    """x - mean."""
-    return tape.operation(name, [x, mean], x.num_bytes, gradients=[(x, None), (mean, rows * FP32)])
+def _subtract_mean(tape: Tape, x: Tensor, mean: Tensor, name: str) -> Tensor:
+    """x - mean, a number for each row."""
+    return tape.operation(name, [x, mean], x.num_bytes, gradients=[(x, None), (mean, mean.num_bytes)])
 
 
-def fused_rms_norm(
-    tape: Tape, x: Tensor, rows: int, width: int, name: str, *, weight_bytes: int, trainable: bool, in_place: bool
-) -> Tensor:
+def fused_rms_norm(tape: Tape, x: Tensor, norm: NormLayer, *, in_place: bool) -> Tensor:
     """Liger's RMSNorm (liger_kernel 0.8 `ops/rms_norm.py`): saves x and an fp32 number per row. If `in_place`, backward
     overwrites the incoming gradient. Its fp32 partial sums, one row per multiprocessor, are left out."""
+    weight = norm.width * norm.weight_bytes
     return tape.operation(
-        name,
+        norm.name,
         [x],
         x.num_bytes,
-        saves=Saved([x], extra_bytes=[rows * FP32], parameter_bytes=width * weight_bytes),
+        saves=Saved([x], extra_bytes=[norm.rows * FP32], parameter_bytes=weight),
         gradients=[(x, None if in_place else x.num_bytes)],
-        weight_gradients=[WeightGradient(f"{name}.weight.grad", width * weight_bytes)] if trainable else [],
+        weight_gradients=[WeightGradient(f"{norm.name}.weight.grad", weight)] if norm.trains else [],
     )
 
 
-def layer_norm(
-    tape: Tape,
-    x: Tensor,
-    rows: int,
-    width: int,
-    name: str,
-    *,
-    element_bytes: int,
-    trainable: bool = True,
-    affine: bool = True,
-    bias: bool = True,
-) -> Tensor:
+def layer_norm(tape: Tape, x: Tensor, norm: NormLayer, *, affine: bool = True, bias: bool = True) -> Tensor:
     """nn.LayerNorm (native_layer_norm): saves its input and, in fp32, the mean and rstd of each row."""
-    gradients = []
-    if affine and trainable:
-        gradients = [WeightGradient(f"{name}.weight.grad", width * element_bytes)]
-        if bias:
-            gradients.append(WeightGradient(f"{name}.bias.grad", width * element_bytes))
+    trained = (["weight", "bias"] if bias else ["weight"]) if affine and norm.trains else []
     return tape.operation(
-        name,
+        norm.name,
         [x],
-        rows * width * element_bytes,
-        saves=Saved([x], extra_bytes=[rows * FP32, rows * FP32]),
-        weight_gradients=gradients,
+        norm.narrow,
+        saves=Saved([x], extra_bytes=[norm.rows * FP32, norm.rows * FP32]),
+        weight_gradients=[WeightGradient(f"{norm.name}.{name}.grad", norm.width * norm.weight_bytes) for name in trained],
     )

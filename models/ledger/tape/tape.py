@@ -124,34 +124,34 @@ class Tape:
             needs_grad = needs_grad or tensor.requires_grad
         if needs_grad:
             self._save(name, saved, made, side.saved_bytes)
-        if made.view_of is not None:
-            result = Tensor(made.view_of.storage, made.num_bytes, needs_grad)
-        else:
-            storage = Storage(made.name or name, made.num_bytes, made.category, index, made.kind, SIDE_STREAM * side.result)
-            self._storages.append(storage)
-            result = Tensor(storage, made.num_bytes, needs_grad)
+        result = Tensor(self._storage_of(name, made, SIDE_STREAM * side.result), made.num_bytes, needs_grad)
         if needs_grad and saved.output:
             self._keep(result.storage, index)
         if gradients is None:
-            needed: list[InputGradient] = [(x, x.num_bytes) for x in reads if x.requires_grad]
-        else:
-            needed = [pair for pair in gradients if pair[0].requires_grad]
-        own_bytes = [*(x.num_bytes for x in saved.inputs), *([made.num_bytes] if saved.output else []), *saved.extra_bytes]
+            gradients = [(x, x.num_bytes) for x in reads]
         self._operations.append(
             Operation(
                 name,
                 [result],
-                needed,
+                [pair for pair in gradients if pair[0].requires_grad],
                 self._named(weight_gradients) if weight_gradients else (),
                 temporaries(forward_temporary_bytes, side.forward_temporaries),
                 temporaries(backward_temporary_bytes, side.backward_temporaries),
                 gradients_in_place=saved.become_gradients,
-                saved_bytes=[*own_bytes, *side.saved_bytes, saved.parameter_bytes],
+                saved_bytes=[*saved.sizes(made), *side.saved_bytes, saved.parameter_bytes],
                 keeps_results=saved.results,
                 gradients_stream=SIDE_STREAM * side.gradients,
             )
         )
         return result
+
+    def _storage_of(self, name: str, made: Output, stream: int) -> Storage:
+        """The storage of the next operation's output: a new one, unless the output is a view."""
+        if made.view_of is not None:
+            return made.view_of.storage
+        storage = Storage(made.name or name, made.num_bytes, made.category, len(self._operations), made.kind, stream)
+        self._storages.append(storage)
+        return storage
 
     def _named(self, weights: Sequence[WeightGradient]) -> Sequence[WeightGradient]:
         """`weights` with the names of their parameters where the operation has another name than their module."""

@@ -78,44 +78,9 @@ def updated_in_backward(
 ) -> Timeline:
     """`timeline` with one more instant for every update. `ends`: the instants at which the backward of each micro-batch
     ends."""
-    last, entries = np.array(ends, dtype=np.int64), gradients.entries
-    end_of = last[np.searchsorted(last, timeline.born[entries], side="right")]
-    summed = np.array([parameter in update.tied for parameter in gradients.parameters], dtype=bool)
-    comes = np.where(summed, end_of - 1, timeline.born[entries])
-    added = _added_to_earlier(gradients.parameters, comes, end_of, update)
-    # of one operation, the bias's gradient is ready before the matrix's, which still has to be transposed
-    order = np.lexsort((timeline.num_bytes[entries], comes))
-    order, of_added = order[~added[order]], entries[added]
-    parameters = [gradients.parameters[index] for index in order]
-    entries, comes, end_of = entries[order], comes[order], end_of[order]
-    before_end = end_of - 1
-    follows = comes if update.alone else np.append(comes[1:], before_end[-1:])
-    after = np.minimum(follows, before_end)  # the instant of the operation after which each is applied
-    applied = after + 1 + np.arange(len(after))
-
-    def shifted(instants: Ints) -> Ints:
-        """The instants with the updates before them inserted."""
-        return instants + np.searchsorted(after, instants, side="left")
-
-    # a gradient that a block hands to the next exists from the end of the operation that made it
-    output_gradient = np.array([name == OUTPUT_GRADIENT for name in timeline.names], dtype=bool)
-    born = np.where(output_gradient, shifted(timeline.born - 1) + 1, shifted(timeline.born))
-    # a projection's input is a view, whose backward adds its gradient to another. If an update applies the gradient before,
-    # that view's backward runs after it (traced: OLMoE's); if each gradient is applied at once, it has run already
-    dies = shifted(timeline.dies - 1) + 1
-    if not update.alone:
-        dies[gradients.through_view] = shifted(timeline.dies[gradients.through_view])
-    dies = np.maximum(dies, born)
-    dies[of_added] = born[of_added] + 1
-    dies[entries] = applied + bool(update.alone)
-    made = _update_allocations(
-        timeline,
-        replace(gradients, entries=entries, parameters=parameters),
-        applied,
-        update,
-        len(timeline.phases) + len(after),
-    )
-    labels = np.insert(np.array(timeline.labels, dtype=object), after + 1, "update")
+    updates = _Updates.of(timeline, gradients, ends, update)
+    made = _update_allocations(timeline, updates, update)
+    born, dies = _lives(timeline, gradients.through_view, updates, at_once=bool(update.alone))
     return replace(
         timeline,
         names=[*timeline.names, *made.names],
@@ -124,11 +89,66 @@ def updated_in_backward(
         num_bytes=np.append(timeline.num_bytes, made.num_bytes),
         born=np.append(born, made.born),
         dies=np.append(dies, made.dies),
-        phases=np.insert(timeline.phases, after + 1, int(Phase.BACKWARD)),
-        labels=labels.tolist(),
+        phases=np.insert(timeline.phases, updates.after + 1, int(Phase.BACKWARD)),
+        labels=np.insert(np.array(timeline.labels, dtype=object), updates.after + 1, "update").tolist(),
         streams=None if timeline.streams is None else np.append(timeline.streams, np.zeros(len(made.born), dtype=np.int8)),
-        reusable=None if timeline.reusable is None else np.append(shifted(timeline.reusable), made.dies),
+        reusable=None if timeline.reusable is None else np.append(updates.shifted(timeline.reusable), made.dies),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Updates:
+    """The updates of a step in the order in which they run, [num_updates]."""
+
+    entries: Ints
+    """The entry of the timeline that is the gradient of each."""
+    parameters: Sequence[ParameterKey]
+    after: Ints
+    """The instant of the operation after which each runs, as the timeline counts without the updates."""
+    added: Ints
+    """Entries that are gradients which are only added to an earlier one, [num_added]."""
+
+    @classmethod
+    def of(cls, timeline: Timeline, gradients: Gradients, ends: Sequence[int], update: UpdateInBackward) -> _Updates:
+        """The updates of `timeline`, the backward of whose micro-batches ends at `ends`."""
+        last, entries = np.array(ends, dtype=np.int64), gradients.entries
+        end_of = last[np.searchsorted(last, timeline.born[entries], side="right")]
+        summed = np.array([parameter in update.tied for parameter in gradients.parameters], dtype=bool)
+        comes = np.where(summed, end_of - 1, timeline.born[entries])
+        added = _added_to_earlier(gradients.parameters, comes, end_of, update)
+        # of one operation, the bias's gradient is ready before the matrix's, which still has to be transposed
+        order = np.lexsort((timeline.num_bytes[entries], comes))
+        order = order[~added[order]]
+        comes, before_end = comes[order], end_of[order] - 1
+        follows = comes if update.alone else np.append(comes[1:], before_end[-1:])
+        parameters = [gradients.parameters[index] for index in order]
+        return cls(entries[order], parameters, np.minimum(follows, before_end), entries[added])
+
+    @property
+    def instants(self) -> Ints:
+        """The instant of each, as a timeline with all of them counts."""
+        return self.after + 1 + np.arange(len(self.after))
+
+    def shifted(self, instants: Ints) -> Ints:
+        """The instants of the timeline with the updates before them inserted."""
+        return instants + np.searchsorted(self.after, instants, side="left")
+
+
+def _lives(timeline: Timeline, through_view: Ints, updates: _Updates, *, at_once: bool) -> tuple[Ints, Ints]:
+    """From when and until when the timeline's tensors live with the updates between its instants. `at_once`: each gradient
+    is applied as soon as it is ready, not when the next one is."""
+    # a gradient that a block hands to the next exists from the end of the operation that made it
+    output_gradient = np.array([name == OUTPUT_GRADIENT for name in timeline.names], dtype=bool)
+    born = np.where(output_gradient, updates.shifted(timeline.born - 1) + 1, updates.shifted(timeline.born))
+    # a projection's input is a view, whose backward adds its gradient to another. If an update applies the gradient before,
+    # that view's backward runs after it (traced: OLMoE's); if each gradient is applied at once, it has run already
+    dies = updates.shifted(timeline.dies - 1) + 1
+    if not at_once:
+        dies[through_view] = updates.shifted(timeline.dies[through_view])
+    dies = np.maximum(dies, born)
+    dies[updates.added] = born[updates.added] + 1
+    dies[updates.entries] = updates.instants + at_once
+    return born, dies
 
 
 def _added_to_earlier(
@@ -148,13 +168,13 @@ def _added_to_earlier(
     return added
 
 
-def _update_allocations(
-    timeline: Timeline, gradients: Gradients, applied: Ints, update: UpdateInBackward, end: int
-) -> Timeline:
-    """What the updates allocate: temporaries, each at its own instant of `applied`, and states, until `end`."""
-    made = []
+def _update_allocations(timeline: Timeline, updates: _Updates, update: UpdateInBackward) -> Timeline:
+    """What the updates allocate: temporaries, each at its own instant, and states, until the end of the step."""
+    made, end = [], len(timeline.phases) + len(updates.after)
     optimizers = {one.parameter: one for one in update.alone}
-    for entry, parameter, instant in zip(gradients.entries.tolist(), gradients.parameters, applied.tolist(), strict=True):
+    for entry, parameter, instant in zip(
+        updates.entries.tolist(), updates.parameters, updates.instants.tolist(), strict=True
+    ):
         own = optimizers.pop(update.tied.get(parameter, parameter), None)
         size = _rounded(own.num_bytes) if own else int(timeline.num_bytes[entry]) * update.bytes_per_gradient_byte
         made.append(Entry("update", Category.OPTIMIZER_TEMPORARIES, size, instant, instant + 1, "optimizer"))

@@ -269,34 +269,27 @@ class BlockBuilder:
         if context.architecture.normalization == "rmsnorm":
             return self._rms_norm(x, width, name, rows, fused=fused and context.kernels.norm)
         if family_of(context.architecture).norm.written_in_python:
-            element = x.num_bytes // (rows * width)
-            trains = context.norms_train
-            return ops.python_layer_norm(self.tape, x, rows, width, name, element_bytes=element, trainable=trains)
+            return ops.python_layer_norm(self.tape, x, self._norm_layer(x, width, name, rows))
         return self._layer_norm(x, width, name, rows)
+
+    def _norm_layer(self, x: Tensor, width: int, name: str, rows: int) -> ops.NormLayer:
+        """A norm of `x` whose weight is as wide as `x`."""
+        element = x.num_bytes // (rows * width)
+        trains = self.context.norms_train
+        return ops.NormLayer(
+            name=name, rows=rows, width=width, element_bytes=element, weight_bytes=element, trains=trains
+        )
 
     def _rms_norm(self, x: Tensor, width: int, name: str, rows: int, *, fused: bool) -> Tensor:
         """RMSNorm, in one kernel if `fused`, else as the family's Python code computes it."""
         context, family = self.context, family_of(self.context.architecture)
+        norm = replace(self._norm_layer(x, width, name, rows), weight_bytes=context.precision.norm_weight_bytes)
         if fused:
-            return ops.fused_rms_norm(
-                self.tape,
-                x,
-                rows,
-                width,
-                name,
-                weight_bytes=context.precision.norm_weight_bytes,
-                trainable=context.norms_train,
-                in_place=context.architecture.norm_placement == "pre",
-            )
+            return ops.fused_rms_norm(self.tape, x, norm, in_place=context.architecture.norm_placement == "pre")
         return ops.python_rms_norm(
             self.tape,
             x,
-            rows,
-            width,
-            name,
-            element_bytes=x.num_bytes // (rows * width),
-            weight_bytes=context.precision.norm_weight_bytes,
-            trainable=context.norms_train,
+            norm,
             weight_in_fp32=family.norm.weight_in_float32 or context.kernels.wide_norm,
             of_input=family.norm.multiplies_input,
             names_product=family.norm.names_product,
@@ -310,17 +303,8 @@ class BlockBuilder:
             x = ops.cast(self.tape, x, compute, f"{name}.to_compute_dtype") if x.num_bytes > compute else x
         elif (context.native_norm_in_float32 or kind == "nonparametric") and x.num_bytes < rows * width * FP32:
             x = ops.cast(self.tape, x, rows * width * FP32, f"{name}.to_float32")
-        output = ops.layer_norm(
-            self.tape,
-            x,
-            rows,
-            width,
-            name,
-            element_bytes=x.num_bytes // (rows * width),
-            trainable=context.norms_train,
-            affine=kind != "nonparametric",
-            bias=kind == "layernorm",
-        )
+        norm = self._norm_layer(x, width, name, rows)
+        output = ops.layer_norm(self.tape, x, norm, affine=kind != "nonparametric", bias=kind == "layernorm")
         if output.num_bytes != narrow and kind == "nonparametric":  # OLMo: F.layer_norm in fp32, converted back
             output = ops.cast(self.tape, output, narrow, f"{name}.to_narrow")
         return output

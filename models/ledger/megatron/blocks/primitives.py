@@ -8,6 +8,7 @@ gradient-accumulation fusion, where the product is written directly into the mai
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from peakcast.core.units import BOOL, FP8, FP32
 from peakcast.models.ledger.megatron.blocks.adapters import adapts, add_to_columns, add_to_rows, gathers_norm
@@ -79,34 +80,55 @@ def norm_column_linear(
         return column_linear(
             tape, normalized, context, out_features, name, bias, in_features=in_features, of_norm=context.transformer_engine
         )
-    token = width * context.element_bytes
-    whole, own = context.rows * token, context.stream_rows * token
-    gathered = whole if context.groups.sequence_parallel else 0
-    kept, backward = own, 2 * gathered  # the norm's output is freed before the norm's own backward (`clear_tensor_data`)
-    if context.fp8_recipe:
-        backward = whole + quantized_gradient_bytes(context, output)
-        layouts = quantized_bytes(context, context.rows * width)
-        if context.groups.sequence_parallel:  # columns of blocks are gathered and then rearranged, without their scales
-            columns = context.rows * width * FP8 if context.fp8_recipe == "blockwise" else 0
-            backward += layouts + (columns or layouts)
-        else:  # the norm's output is freed before the norm's own backward
-            backward -= layouts
-        narrow = quantized_bytes(context, context.stream_rows * width)
-        kept = 0 if context.runs.without_graph else narrow
-        # its other layout, and the whole norm's output if the kernel does not quantise it directly
-        gathered = narrow + (own if context.fp8_recipe != "delayed" else 0) + gathered // context.element_bytes
+    normed = _normed_in_fp8(context, width, output) if context.fp8_recipe else _normed(context, width)
     return tape.operation(
         name,
         [x],
         output,
-        saves=Saved([x], extra_bytes=[kept, *norm_statistics(context, context.stream_rows)]),
+        saves=Saved([x], extra_bytes=[normed.kept, *norm_statistics(context, context.stream_rows)]),
         weight_gradients=[
             *weight_gradients(context, name, out_features * width, out_features if bias else 0),
             *norm_gradients(context, f"{name}.norm", width),
         ],
-        forward_temporary_bytes=gathered,
-        backward_temporary_bytes=backward,
+        forward_temporary_bytes=normed.forward,
+        backward_temporary_bytes=normed.backward,
     )
+
+
+class _NormedBytes(NamedTuple):
+    """Bytes of a norm's output in the projection that includes the norm."""
+
+    kept: int
+    """What autograd saves of it."""
+    forward: int
+    """Its temporaries in forward."""
+    backward: int
+
+
+def _normed(context: MegatronContext, width: int) -> _NormedBytes:
+    """As wide as all activations."""
+    token = width * context.element_bytes
+    gathered = context.rows * token if context.groups.sequence_parallel else 0
+    # the norm's output is freed before the norm's own backward (`clear_tensor_data`)
+    return _NormedBytes(context.stream_rows * token, gathered, 2 * gathered)
+
+
+def _normed_in_fp8(context: MegatronContext, width: int, output_bytes: int) -> _NormedBytes:
+    """Quantised, as the gradient of the projection's output, of `output_bytes`, is in backward."""
+    token = width * context.element_bytes
+    backward = context.rows * token + quantized_gradient_bytes(context, output_bytes)
+    layouts = quantized_bytes(context, context.rows * width)
+    if context.groups.sequence_parallel:  # columns of blocks are gathered and then rearranged, without their scales
+        columns = context.rows * width * FP8 if context.fp8_recipe == "blockwise" else 0
+        backward += layouts + (columns or layouts)
+    else:  # the norm's output is freed before the norm's own backward
+        backward -= layouts
+    narrow = quantized_bytes(context, context.stream_rows * width)
+    # its other layout, and the whole norm's output if the kernel does not quantise it directly
+    forward = narrow + (context.stream_rows * token if context.fp8_recipe != "delayed" else 0)
+    if context.groups.sequence_parallel:
+        forward += context.rows * width
+    return _NormedBytes(0 if context.runs.without_graph else narrow, forward, backward)
 
 
 def quantized_bytes(context: MegatronContext, elements: int) -> int:
