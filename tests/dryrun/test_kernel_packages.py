@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import types
 
 import pytest
 
@@ -55,6 +56,30 @@ def test_only_the_scripts_own_imports_are_answered(tmp_path, monkeypatch):
     assert looks("__main__", str(tmp_path / "train.py")) is not None
     assert looks("model", str(tmp_path / "model.py")) is not None
     assert packages.find_spec("numpy", None) is None
+
+
+def test_networks_of_an_older_transformers_get_flash_attention(monkeypatch):
+    """Before 4.54 a class method of the networks looks for the package, and raises an error where it is not."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("flash_attn is installed: nothing stands in")
+    from peakcast.collectors.dryrun.kernel_packages import KernelPackages
+    from peakcast.collectors.dryrun.noted import RunFindings
+    from peakcast.collectors.tracing import flash_attention_stub
+
+    class PreTrainedModel:
+        @classmethod
+        def _check_and_enable_flash_attn_2(cls, config, *_, **__):
+            raise ImportError("the package flash_attn seems to be not installed.")
+
+    notes, installed = RunFindings(), []
+    monkeypatch.setattr(flash_attention_stub, "install", lambda **asked: installed.append(asked))
+    KernelPackages(notes)._in_modeling(types.SimpleNamespace(PreTrainedModel=PreTrainedModel))
+    config = PreTrainedModel._check_and_enable_flash_attn_2(types.SimpleNamespace(), torch_dtype=None)
+    assert config._attn_implementation == "flash_attention_2"
+    assert installed == [{"packed": False}]
+    assert [finding.sentence for finding in notes.findings] == [
+        "the kernels of flash_attention_2 are not here: some that do nothing stood in for them."
+    ]
 
 
 def test_kernels_that_a_script_compiles_do_nothing_as_functions_and_as_operators():
