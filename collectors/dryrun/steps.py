@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
-from peakcast.collectors.dryrun.attributes import cached_tensors, checkpointing_of
+from peakcast.collectors.dryrun.attributes import cached_tensors, checkpointing_of, gradient_bytes
 from peakcast.collectors.dryrun.evaluation import Evaluations
 from peakcast.collectors.dryrun.lengths import StepLengths
 from peakcast.collectors.dryrun.patience import Patience
@@ -68,7 +68,8 @@ class ScriptSteps:
         self.cache_bytes = 0
         """Bytes of keys and values that a network returned and that still exist when the optimizer steps."""
         self.gradient_bytes = 0
-        """Bytes of gradients of the step before while a network runs forward: `zero_grad` comes later, or keeps them."""
+        """Bytes on the GPU of gradients of the step before while a network runs forward: `zero_grad` comes later, or keeps
+        them."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._cached: list[weakref.ref[torch.Tensor]] = []
         self._enough = enough
@@ -271,8 +272,7 @@ class ScriptSteps:
         """Count a forward of an outermost `network`, and at a step's first the gradients of the step before."""
         self._forwards += any(network is one for one in self.networks)
         if self._forwards == 1 and self.spans and not self._backwards:
-            held = {id(one): one.grad for part in self.networks for one in part.parameters()}
-            self.gradient_bytes = sum(one.nbytes for one in held.values() if one is not None)
+            self.gradient_bytes = gradient_bytes(self.networks)
 
     def _end_step(self, end: int | None = None) -> None:
         """End a step, now or at an operation that was the last one's `end`."""
