@@ -15,6 +15,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from peakcast.collectors.dryrun.attributes import cached_tensors, checkpointing_of, gradient_bytes
 from peakcast.collectors.dryrun.evaluation import Evaluations
+from peakcast.collectors.dryrun.idle_steps import IdleSteps
 from peakcast.collectors.dryrun.lengths import StepLengths
 from peakcast.collectors.dryrun.patience import Patience
 from peakcast.collectors.tracing.phases import announced, inside_backward
@@ -39,6 +40,7 @@ class ScriptSteps:
         self.evaluations = evaluations
         self.lengths = lengths
         self.patience = patience
+        self.idle = IdleSteps()
         self.spans: list[tuple[int, int]] = []
         """(first operation, end) of each step; the first one begins with the script."""
         self.networks: list[torch.nn.Module] = []
@@ -189,10 +191,20 @@ class ScriptSteps:
             self.lengths.saw(shape[-1] if shape else 1)
 
     def _goes_on(self, network: torch.nn.Module) -> bool:
-        """Whether to go on with an outermost forward of `network` although enough steps have ended."""
+        """Whether to go on with an outermost forward of `network` although enough steps have ended. Where that would take
+        too long for an evaluation that is still to come, steps are idle until then."""
         if self.evaluations.awaited(network, self.spans[-1][1]):
+            self.idle.end()
             return True
-        return self.patience.goes_on(evaluates_later=self.evaluations.come_later)
+        later = self.evaluations.come_later
+        if not self.idle.began and self.patience.goes_on(evaluates_later=later):
+            return True
+        if not (later and any(network is one for one in self.networks) and self.patience.idles()):
+            return False
+        if not self.idle.began:
+            self.evaluations.say_idle(len(self.spans))
+        self.idle.begin(network)
+        return True
 
     def _forward_ends(self, outputs: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -275,7 +287,11 @@ class ScriptSteps:
             self.gradient_bytes = gradient_bytes(self.networks)
 
     def _end_step(self, end: int | None = None) -> None:
-        """End a step, now or at an operation that was the last one's `end`."""
+        """End a step, now or at an operation that was the last one's `end`. Idle ones belong to the next that is not."""
+        if self.idle.going:
+            self._stepped = self._has_gradients = False
+            self._backwards = self._forwards = 0
+            return
         if end is None:
             gc.collect()  # compiling leaves reference cycles
             self.tracer.launched("step ends", ())

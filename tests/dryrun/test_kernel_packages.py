@@ -8,7 +8,7 @@ import types
 import pytest
 
 import peakcast
-from peakcast.collectors.tracing.flash_attention_stub import MORE_FUNCTIONS
+from peakcast.collectors.tracing.flash_attention_stub import FUNCTIONS, MORE_FUNCTIONS
 
 WIDTH, HEADS, TOKENS, SEQUENCES = 256, 4, 4096, 4
 QUERIES = 2 * WIDTH * TOKENS
@@ -37,6 +37,31 @@ def test_queries_keys_and_values_in_one_tensor_have_one_gradient():
     assert output.shape == (2, 8, HEADS, 64)
     output.sum().backward()
     assert packed.grad.shape == packed.shape
+
+
+def test_compiled_code_saves_the_statistics_that_backward_reads():
+    torch = pytest.importorskip("torch")
+    from torch._functorch import aot_autograd, partitioners
+
+    read = []
+
+    def note(graph, inputs):
+        read.append(
+            [(node.meta["val"].dtype, tuple(node.meta["val"].shape)) for node in graph.graph.find_nodes(op="placeholder")]
+        )
+        return aot_autograd.make_boxed_func(graph.forward)
+
+    attend = aot_autograd.aot_function(
+        lambda *given: FUNCTIONS["flash_attn_func"](*given).sin(),
+        fw_compiler=note,
+        bw_compiler=note,
+        partition_fn=partitioners.min_cut_rematerialization_partition,
+    )
+    given = [torch.zeros(2, 8, HEADS, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    attend(*given).sum().backward()
+    forward, backward = read
+    assert len(forward) == 3
+    assert (torch.float32, (2, HEADS, 8)) in backward
 
 
 def test_only_the_scripts_own_imports_are_answered(tmp_path, monkeypatch):
