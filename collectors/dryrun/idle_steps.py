@@ -35,7 +35,7 @@ class IdleSteps:
             self._idle.pop().leave()
 
 
-class _Made:
+class _OutputTensor:
     """A tensor of an output, whose memory is not kept."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -54,7 +54,7 @@ class _Untrained(torch.autograd.Function):  # type: ignore[misc]
     """Makes an output that needs gradients, and gives none further back."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, made: _Made) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, made: _OutputTensor) -> torch.Tensor:
         return torch.empty(made.shape, dtype=made.dtype, device=made.device)
 
     @staticmethod
@@ -71,7 +71,7 @@ class _IdleForward:
         self._own = network.__dict__.get("forward")
         self._forward: Callable[..., Any] = network.forward
         self._outputs: dict[tuple[int, ...], Any] = {}
-        """Numbers in the inputs -> the output, with `_Made` in the place of tensors."""
+        """Numbers in the inputs -> the output, with `_OutputTensor` in the place of tensors."""
         vars(network)["forward"] = self
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -79,9 +79,9 @@ class _IdleForward:
         if not (plain and torch.is_grad_enabled() and self._idles()):
             return self._forward(*arguments, **keywords)
         if tuple(given) in self._outputs:
-            return mapped(_Made.again, self._outputs[tuple(given)], _Made)
+            return mapped(_OutputTensor.again, self._outputs[tuple(given)], _OutputTensor)
         answer = self._forward(*arguments, **keywords)
-        self._outputs[tuple(given)] = mapped(_Made, answer, torch.Tensor)
+        self._outputs[tuple(given)] = mapped(_OutputTensor, answer, torch.Tensor)
         return answer
 
     def leave(self) -> None:
