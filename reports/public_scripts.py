@@ -12,6 +12,7 @@ import csv
 import importlib.metadata
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -93,14 +94,19 @@ def read_answers(path: Path = PAGES / "answers.csv") -> dict[str, DryRunPeaks]:
 
 def dryrun(run: PublicRun, folder: Path) -> DryRunPeaks:
     """Dry-run the script of `run`, in an empty folder, as its log says that it was run."""
-    script = (folder / run.script).resolve()
+    script, *arguments = shlex.split(run.script)
     launcher = ["torchrun", "--standalone", f"--nproc_per_node={run.num_gpus}"]
     command = [sys.executable, "-P", "-m", "peakcast", "dryrun", "--gpu", run.gpu, "--json"]
     command += ["--timeout-seconds", str(TIMEOUT_SECONDS), *(["--torch", run.torch] if run.torch else []), "--", *launcher]
     environment = {**os.environ, **dict(setting.split("=", 1) for setting in run.environment.split())}
     with tempfile.TemporaryDirectory() as empty:
         done = subprocess.run(
-            [*command, str(script)], cwd=empty, env=environment, capture_output=True, text=True, check=False
+            [*command, str((folder / script).resolve()), *arguments],
+            cwd=empty,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     if not done.stdout:
         raise RuntimeError(f"{run.name} cannot be followed: {done.stderr}")

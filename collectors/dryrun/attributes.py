@@ -1,10 +1,10 @@
-"""What attributes of transformers' networks and of their outputs say at the moment: that layers are recomputed, and which
-keys and values are kept."""
+"""What attributes of networks and of their outputs say at the moment: that layers are recomputed, which keys and values are
+kept, and how many bytes of gradients."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,15 +25,25 @@ def checkpointing_of(network: torch.nn.Module) -> dict[str, Any]:
 
 def _wrapped_in_checkpoints(network: torch.nn.Module) -> dict[str, Any]:
     """The checkpointing of a network whose layers torch's `checkpoint_wrapper` has wrapped, all or every n-th of them, and
-    that keeps nothing by a policy of its own (`context_fn`)."""
+    that keeps nothing by a policy of its own (`context_fn`). Layers are those of the class that is wrapped most often: an
+    embedding may be wrapped beside them."""
     configs = (part.config for part in network.modules() if hasattr(getattr(part, "config", None), "num_hidden_layers"))
     layers = getattr(next(configs, None), "num_hidden_layers", 0)
-    names = [(part, {base.__name__ for base in type(part).__mro__}) for part in network.modules()]  # FSDP2 makes subclasses
-    calls = [part.checkpoint_fn for part, classes in names if "CheckpointWrapper" in classes]
-    if not calls or not layers or layers % len(calls) or any("context_fn" in call.keywords for call in calls):
+    calls: dict[str, list[Any]] = {}
+    for part in network.modules():
+        if "CheckpointWrapper" in {base.__name__ for base in type(part).__mro__}:  # FSDP2 makes subclasses
+            calls.setdefault(type(part._checkpoint_wrapped_module).__name__, []).append(part.checkpoint_fn)
+    most: list[Any] = max(calls.values(), key=len, default=[])
+    if not most or not layers or layers % len(most) or any("context_fn" in call.keywords for call in most):
         return {}
-    reentrant = bool(calls[0].keywords.get("use_reentrant"))
-    return {"mode": "full", "use_reentrant": reentrant, "every_n_layers": layers // len(calls)}
+    reentrant = bool(most[0].keywords.get("use_reentrant"))
+    return {"mode": "full", "use_reentrant": reentrant, "every_n_layers": layers // len(most)}
+
+
+def gradient_bytes(networks: Iterable[torch.nn.Module]) -> int:
+    """Bytes on the GPU of the gradients that `networks` hold; those of FSDP's offloaded parameters are on the host."""
+    held = {id(one): one.grad for part in networks for one in part.parameters()}
+    return sum(one.nbytes for one in held.values() if one is not None and one.is_cuda)
 
 
 def cached_tensors(outputs: Any) -> Iterator[torch.Tensor]:

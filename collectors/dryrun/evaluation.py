@@ -96,6 +96,15 @@ class Evaluations:
             return False
         return _evaluates(network) or self._stop(self._seen[0]) >= ended
 
+    def say_idle(self, steps: int) -> None:
+        """Say that the network is not trained between the `steps` that were followed and the evaluation."""
+        self._notes.add(
+            CODE,
+            PARAMETER,
+            f"after {steps} steps the network's forward and backward were left out up to the script's evaluation; training "
+            "steps there were taken to be like those before.",
+        )
+
     @property
     def come_later(self) -> bool:
         """Whether the script has an evaluation that has not begun yet. A line that has run already, before the first step,

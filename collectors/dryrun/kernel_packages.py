@@ -107,30 +107,47 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         kernels."""
         check = getattr(module.PreTrainedModel, "_check_and_adjust_attn_implementation", None)
         if check is None:
+            self._in_old_modeling(module.PreTrainedModel)
             return
 
         def checked(network: Any, attention: str | None, *arguments: Any, **keywords: Any) -> Any:
             if attention is not None and _is_flash(attention) and self._stands_in():
-                self._say(f"the kernels of {attention} are not here: some that do nothing stood in for them.")
-                attention = self._install_flash_attention()
+                attention = self._install_flash_attention(attention)
             return check(network, attention, *arguments, **keywords)
 
         module.PreTrainedModel._check_and_adjust_attn_implementation = checked
+
+    def _in_old_modeling(self, networks: Any) -> None:
+        """The same for transformers before 4.54, which looks for the package in a class method (since 4.36)."""
+        check = getattr(networks, "_check_and_enable_flash_attn_2", None)
+        if check is None:
+            return
+
+        def enabled(cls: type, config: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not self._stands_in():
+                return check.__func__(cls, config, *arguments, **keywords)
+            config._attn_implementation = self._install_flash_attention("flash_attention_2")
+            return config
+
+        networks._check_and_enable_flash_attn_2 = classmethod(enabled)
 
     def _stands_in(self) -> bool:
         """Whether flash attention is a stub, or would be if it were imported."""
         return self._stood_in or importlib.util.find_spec(FLASH_ATTENTION[0]) is None
 
-    def _install_flash_attention(self) -> str:
-        """Install the stub of flash attention. Returns the name under which transformers finds it."""
+    def _install_flash_attention(self, asked: str) -> str:
+        """Install the stub of flash attention in place of the kernels that are `asked` for. Returns the name under which
+        transformers finds it."""
         import transformers.modeling_flash_attention_utils as utils
 
         from peakcast.collectors.tracing import flash_attention_stub
 
+        self._say(f"the kernels of {asked} are not here: some that do nothing stood in for them.")
         self._stood_in = True
-        is_packed = utils._is_packed_sequence  # for positions whose values are known
+        is_packed = getattr(utils, "_is_packed_sequence", None)  # for positions whose values are known
         flash_attention_stub.install(packed=False)
-        utils._is_packed_sequence = is_packed
+        if is_packed is not None:
+            utils._is_packed_sequence = is_packed
         return "flash_attention_2"
 
     def _say(self, sentence: str) -> None:

@@ -103,8 +103,18 @@ def _keep_denominators() -> None:
     functions._foreach_add_, functions._foreach_addcdiv_ = added, divided
 
 
-def say(notes: RunFindings, asked: str | None, script: str, *, autocast: bool) -> None:
-    """Say what another release would allocate, if none was `asked`: of a `script`, its text, that ran under `autocast`."""
+def say(notes: RunFindings, asked: str | None, script: str, *, autocast: bool, compiled: bool) -> None:
+    """Say what another release would allocate, if none was `asked`, of a `script`, its text, that ran under `autocast`; and
+    that its `compiled` code is not that of the release `asked`."""
+    here = torch.__version__.partition("+")[0]
+    if asked is not None and compiled and release(asked)[:2] != release(here)[:2]:
+        notes.add(
+            "script_part_skipped",
+            "torch",
+            f"compiled code is that of torch {here}, which is here, and not of {asked}: which tensors it saves for "
+            "backward, and in which order it makes them, is each release's own choice, by which the peak may differ some "
+            "per cent.",
+        )
     if asked is None and autocast and not _is_older(torch.__version__) and any(name in script for name in NORMS):
         notes.add(
             "script_part_skipped",

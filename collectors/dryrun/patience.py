@@ -19,6 +19,8 @@ QUICK, MOST_SECONDS = 10, 60.0
 """If an evaluation is to come, further steps are followed while each takes less than 1/QUICK of the time of the first
 steps, which includes compiling; altogether for at most MOST_SECONDS, and no longer than the first steps took. These are
 seconds of processor time, because the machine may be busy."""
+MOST_IDLE_STEPS = 512
+"""Then steps in which the network is not trained follow until the evaluation, at most so many, for MOST_SECONDS again."""
 MOST_STEPS, SHARE = 48, 0.6
 """The limits that always hold: MOST_STEPS more steps, and this share of the run's time limit."""
 
@@ -34,6 +36,8 @@ class Patience:
         """Times of the process at which the script began and each step ended."""
         self._graphs = [_num_graphs()]
         """The number of graphs compiled by each of these times."""
+        self._idle: list[float] = []
+        """Times of the process at which idle steps began."""
 
     def end_step(self) -> None:
         """Note that a step has ended."""
@@ -47,6 +51,12 @@ class Patience:
             return False
         compiles = self._graphs[-1] > self._graphs[max(0, len(self._graphs) - 1 - QUIET_STEPS)]
         return compiles or not self._settled() or (evaluates_later and self._is_quick())
+
+    def idles(self) -> bool:
+        """Whether to go on with another step in which the network is not trained, to reach an evaluation."""
+        self._idle.append(time.process_time())
+        spent = self._idle[-1] - self._idle[0]
+        return time.monotonic() < self._until and spent < MOST_SECONDS and len(self._idle) <= MOST_IDLE_STEPS
 
     def _is_quick(self) -> bool:
         first, last = self._ended[NUM_STEPS] - self._ended[0], self._ended[-1] - self._ended[-2]

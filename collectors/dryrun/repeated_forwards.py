@@ -59,12 +59,12 @@ class RepeatedForwards:
         if not self._evaluates():
             self._leave()
             return self._forward(*arguments, **keywords)
-        given, elements, plain = _numbers_of((arguments, keywords))
+        given, elements, plain = numbers_of((arguments, keywords))
         if plain and self._num_seen >= FEW and elements <= GROWTH * self._largest:
             numbers = self._following(given)
             if numbers is not None:
                 self._note()
-                return _mapped(lambda one: one.from_numbers(numbers), self._structure, _FromNumbers)
+                return mapped(lambda one: one.from_numbers(numbers), self._structure, _FromNumbers)
         answer = self._forward(*arguments, **keywords)
         if plain:
             self._saw(given, answer)
@@ -83,7 +83,7 @@ class RepeatedForwards:
             places = range(start, len(numbers))
             return _FromNumbers(places) if isinstance(one, int) else _FromNumbers(places, one.dtype, one.device)
 
-        structure = _mapped(made, answer, (torch.Tensor, int))
+        structure = mapped(made, answer, (torch.Tensor, int))
         if structure != self._structure or len(given) != self._num_inputs:
             self._structure, self._num_inputs, self._num_seen = structure, len(given), 0
             self._rules = [
@@ -120,11 +120,11 @@ def _by_rule(place: int | None, more: int, given: Sequence[int]) -> int:
     return more if place is None else given[place] + more
 
 
-def _numbers_of(given: Any) -> tuple[list[int], int, bool]:
+def numbers_of(given: Any) -> tuple[list[int], int, bool]:
     """All sizes of tensors and whole numbers in `given`, the number of its elements, and whether there is nothing beside
     them in it that a forward could change, such as a cache."""
     leaves: list[Any] = []
-    _mapped(leaves.append, given, object)
+    mapped(leaves.append, given, object)
     tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
     if any(tensor.is_nested for tensor in tensors) or not all(isinstance(one, (torch.Tensor, *PLAIN)) for one in leaves):
         return [], 0, False
@@ -137,14 +137,14 @@ def _numbers_of(given: Any) -> tuple[list[int], int, bool]:
     return numbers, sum(tensor.numel() for tensor in tensors), True
 
 
-def _mapped(function: Callable[[Any], Any], value: Any, kind: type | tuple[type, ...]) -> Any:
+def mapped(function: Callable[[Any], Any], value: Any, kind: type | tuple[type, ...]) -> Any:
     """`value` with `function` applied to everything of `kind` in its containers and dataclasses."""
 
     def leaf(one: Any) -> Any:
         if dataclasses.is_dataclass(one) and not isinstance(one, (type, _FromNumbers)):
             made = copy.copy(one)
             for part in dataclasses.fields(one):
-                object.__setattr__(made, part.name, _mapped(function, getattr(one, part.name), kind))
+                object.__setattr__(made, part.name, mapped(function, getattr(one, part.name), kind))
             return made
         return function(one) if isinstance(one, kind) else one
 

@@ -155,6 +155,8 @@ class Session:
             end(130)
         except BaseException as error:
             self.failed(error)
+            if self.steps.idle.began:  # enough was followed, and a loop may need the gradients that idle steps lack
+                self.finish()
             return CRASHED
         return ANSWERED
 
@@ -205,7 +207,8 @@ class Session:
                 "which transformers recomputes nothing; call model.train() before the loop."
             )
             self.notes.add("recomputation_off", "activation_checkpointing", sentence)
-        say(self.notes, self.question.get("torch"), text_of_script(), autocast=self.steps.autocast is not None)
+        under = {"autocast": self.steps.autocast is not None, "compiled": self.steps.tracer.compiled}
+        say(self.notes, self.question.get("torch"), text_of_script(), **under)
         answer = {
             "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},
             "job": seen.job,

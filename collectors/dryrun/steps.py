@@ -13,8 +13,9 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
-from peakcast.collectors.dryrun.attributes import cached_tensors, checkpointing_of
+from peakcast.collectors.dryrun.attributes import cached_tensors, checkpointing_of, gradient_bytes
 from peakcast.collectors.dryrun.evaluation import Evaluations
+from peakcast.collectors.dryrun.idle_steps import IdleSteps
 from peakcast.collectors.dryrun.lengths import StepLengths
 from peakcast.collectors.dryrun.patience import Patience
 from peakcast.collectors.tracing.phases import announced, inside_backward
@@ -39,6 +40,7 @@ class ScriptSteps:
         self.evaluations = evaluations
         self.lengths = lengths
         self.patience = patience
+        self.idle = IdleSteps()
         self.spans: list[tuple[int, int]] = []
         """(first operation, end) of each step; the first one begins with the script."""
         self.networks: list[torch.nn.Module] = []
@@ -68,7 +70,8 @@ class ScriptSteps:
         self.cache_bytes = 0
         """Bytes of keys and values that a network returned and that still exist when the optimizer steps."""
         self.gradient_bytes = 0
-        """Bytes of gradients of the step before while a network runs forward: `zero_grad` comes later, or keeps them."""
+        """Bytes on the GPU of gradients of the step before while a network runs forward: `zero_grad` comes later, or keeps
+        them."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._cached: list[weakref.ref[torch.Tensor]] = []
         self._enough = enough
@@ -188,10 +191,20 @@ class ScriptSteps:
             self.lengths.saw(shape[-1] if shape else 1)
 
     def _goes_on(self, network: torch.nn.Module) -> bool:
-        """Whether to go on with an outermost forward of `network` although enough steps have ended."""
+        """Whether to go on with an outermost forward of `network` although enough steps have ended. Where that would take
+        too long for an evaluation that is still to come, steps are idle until then."""
         if self.evaluations.awaited(network, self.spans[-1][1]):
+            self.idle.end()
             return True
-        return self.patience.goes_on(evaluates_later=self.evaluations.come_later)
+        later = self.evaluations.come_later
+        if not self.idle.began and self.patience.goes_on(evaluates_later=later):
+            return True
+        if not (later and any(network is one for one in self.networks) and self.patience.idles()):
+            return False
+        if not self.idle.began:
+            self.evaluations.say_idle(len(self.spans))
+        self.idle.begin(network)
+        return True
 
     def _forward_ends(self, outputs: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -271,11 +284,14 @@ class ScriptSteps:
         """Count a forward of an outermost `network`, and at a step's first the gradients of the step before."""
         self._forwards += any(network is one for one in self.networks)
         if self._forwards == 1 and self.spans and not self._backwards:
-            held = {id(one): one.grad for part in self.networks for one in part.parameters()}
-            self.gradient_bytes = sum(one.nbytes for one in held.values() if one is not None)
+            self.gradient_bytes = gradient_bytes(self.networks)
 
     def _end_step(self, end: int | None = None) -> None:
-        """End a step, now or at an operation that was the last one's `end`."""
+        """End a step, now or at an operation that was the last one's `end`. Idle ones belong to the next that is not."""
+        if self.idle.going:
+            self._stepped = self._has_gradients = False
+            self._backwards = self._forwards = 0
+            return
         if end is None:
             gc.collect()  # compiling leaves reference cycles
             self.tracer.launched("step ends", ())

@@ -43,7 +43,7 @@ def _attention(
 
 
 def _attention_backward(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: int
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
@@ -54,13 +54,12 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _go_back(context: Any, gradient: torch.Tensor, *_: Any) -> Any:
-    query, key, value, *_ = context.saved_tensors
     backward = torch.ops.flash_attention.backward
-    return *backward(gradient, query, key, value, context.sequences), None
+    return *backward(gradient, *context.saved_tensors, context.sequences), None
 
 
 def _backward_takes(arguments: Any, result: Any, device: Any) -> list[KernelAllocation]:
-    _, query, key, _, sequences = arguments
+    _, query, key, *_, sequences = arguments
     *outer, tokens, heads, width = query.shape
     rows = tokens + 128 * sequences if sequences else round_up(tokens, 128) * math.prod(outer)
     return flash_backward_allocations(query, rows, heads, width, grouped=key.shape[-2] != heads)
@@ -68,9 +67,10 @@ def _backward_takes(arguments: Any, result: Any, device: Any) -> list[KernelAllo
 
 def _define() -> None:
     """Define forward and backward as two operators, so that compiled code treats them as opaque kernels without side
-    effects."""
-    given, made = "Tensor q, Tensor k, Tensor v, int sequences", "(Tensor, Tensor, Tensor)"
-    operators = (("forward", given, _attention), ("backward", f"Tensor gradient, {given}", _attention_backward))
+    effects, and keeps what backward reads: also the output and its statistics (`_flash_attn_backward`)."""
+    given, made = "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor, Tensor)"
+    read = f"Tensor gradient, {given}, Tensor out, Tensor softmax_lse, Tensor rng_state, int sequences"
+    operators = (("forward", f"{given}, int sequences", _attention), ("backward", read, _attention_backward))
     for name, arguments, function in operators:
         torch.library.define(f"flash_attention::{name}", f"({arguments}) -> {made}")
         torch.library.impl(f"flash_attention::{name}", "default", function)

@@ -71,7 +71,8 @@ def test_beta_alone_is_dpos_or_that_of_a_method_without_a_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "kind"), [("trl-lib/ultrafeedback_binarized", "dpo"), ("trl-lib/kto-mix-14k", "kto"), ("my/orca-dpo", "dpo")]
+    ("dataset", "kind"),
+    [("trl-lib/ultrafeedback_binarized", "dpo"), ("trl-lib/kto-mix-14k", "kto"), ("my/orca-dpo", "dpo")],
 )
 def test_a_dataset_of_preferences_may_mean_another_of_trls_trainers(dataset: str, kind: str) -> None:
     """TRL's trainers share their arguments, and the reference network of DPO and KTO needs much more."""

@@ -91,15 +91,29 @@ def test_what_a_loop_keeps_with_the_outputs_is_counted_by_the_ledger():
     assert expected.num_bytes == pytest.approx(found.timelines["steady"].peak().num_bytes, rel=1e-3)
 
 
-def test_layers_in_a_wrapper_of_torch_are_recomputed():
+@pytest.mark.parametrize("wrapped", [("LlamaDecoderLayer",), ("LlamaDecoderLayer", "Embedding")])
+def test_layers_in_a_wrapper_of_torch_are_recomputed(wrapped):
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from peakcast.collectors.dryrun.attributes import checkpointing_of
 
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    wrapper.apply_activation_checkpointing(model, check_fn=lambda part: type(part).__name__ == "LlamaDecoderLayer")
+    wrapper.apply_activation_checkpointing(model, check_fn=lambda part: type(part).__name__ in wrapped)
     assert checkpointing_of(model) == {"mode": "full", "use_reentrant": False, "every_n_layers": 1}
+
+
+def test_gradients_on_the_host_take_nothing_of_the_gpu():
+    import torch
+    from torch._subclasses import FakeTensorMode
+
+    from peakcast.collectors.dryrun.attributes import gradient_bytes
+
+    with FakeTensorMode():
+        parts = [torch.nn.ParameterList([torch.empty(8, 8, device=device)]) for device in ("cpu", "cuda", "cuda")]
+        for part in parts[:2]:
+            part[0].grad = torch.empty_like(part[0])
+        assert gradient_bytes([*parts, parts[1]]) == 8 * 8 * 4
 
 
 def test_weights_that_zero_3_has_sharded_count_as_if_they_were_whole():

@@ -97,6 +97,23 @@ def test_an_evaluation_after_a_warm_up_is_met_again_with_the_optimizer_states_of
     assert len(found.timelines["run"].phases) > len(found.timelines["steady"].phases)
 
 
+def test_an_evaluation_after_many_steps_is_reached_by_steps_that_train_nothing(run_script):
+    found = run_script("late_evaluation.py")
+    rows = 64_000 * WIDTH * 4
+    assert found.timelines["run"].peak().num_bytes > 2 * rows
+    assert found.timelines["steady"].peak().num_bytes > 2 * rows
+    states = found.timelines["run"].composition(found.timelines["run"].peak().instant)[Category.OPTIMIZER_STATES]
+    assert states == pytest.approx(4 * WIDTH * WIDTH * 4, rel=0.01)
+    assert any("late_evaluation.py:21 counts" in said for said in found.answer.assumptions)
+    assert any("the network's forward and backward were left out" in said for said in found.answer.warnings)
+
+
+def test_a_loop_that_reads_gradients_is_answered_without_a_later_evaluation(run_script):
+    found = run_script("late_evaluation.py", "--reads")
+    assert found.timelines["run"].peak().num_bytes < 64_000 * WIDTH * 4
+    assert any("evaluates after the steps that were followed" in said for said in found.answer.warnings)
+
+
 def test_an_evaluation_that_was_not_reached_is_said(monkeypatch):
     from peakcast.collectors.dryrun import evaluation
     from peakcast.collectors.dryrun.noted import RunFindings

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import types
 
 import pytest
 
 import peakcast
-from peakcast.collectors.tracing.flash_attention_stub import MORE_FUNCTIONS
+from peakcast.collectors.tracing.flash_attention_stub import FUNCTIONS, MORE_FUNCTIONS
 
 WIDTH, HEADS, TOKENS, SEQUENCES = 256, 4, 4096, 4
 QUERIES = 2 * WIDTH * TOKENS
@@ -38,6 +39,31 @@ def test_queries_keys_and_values_in_one_tensor_have_one_gradient():
     assert packed.grad.shape == packed.shape
 
 
+def test_compiled_code_saves_the_statistics_that_backward_reads():
+    torch = pytest.importorskip("torch")
+    from torch._functorch import aot_autograd, partitioners
+
+    read = []
+
+    def note(graph, inputs):
+        read.append(
+            [(node.meta["val"].dtype, tuple(node.meta["val"].shape)) for node in graph.graph.find_nodes(op="placeholder")]
+        )
+        return aot_autograd.make_boxed_func(graph.forward)
+
+    attend = aot_autograd.aot_function(
+        lambda *given: FUNCTIONS["flash_attn_func"](*given).sin(),
+        fw_compiler=note,
+        bw_compiler=note,
+        partition_fn=partitioners.min_cut_rematerialization_partition,
+    )
+    given = [torch.zeros(2, 8, HEADS, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    attend(*given).sum().backward()
+    forward, backward = read
+    assert len(forward) == 3
+    assert (torch.float32, (2, HEADS, 8)) in backward
+
+
 def test_only_the_scripts_own_imports_are_answered(tmp_path, monkeypatch):
     """Else a library that looks whether flash attention is there would take it unasked."""
     from peakcast.collectors.dryrun.kernel_packages import KernelPackages
@@ -55,6 +81,30 @@ def test_only_the_scripts_own_imports_are_answered(tmp_path, monkeypatch):
     assert looks("__main__", str(tmp_path / "train.py")) is not None
     assert looks("model", str(tmp_path / "model.py")) is not None
     assert packages.find_spec("numpy", None) is None
+
+
+def test_networks_of_an_older_transformers_get_flash_attention(monkeypatch):
+    """Before 4.54 a class method of the networks looks for the package, and raises an error where it is not."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("flash_attn is installed: nothing stands in")
+    from peakcast.collectors.dryrun.kernel_packages import KernelPackages
+    from peakcast.collectors.dryrun.noted import RunFindings
+    from peakcast.collectors.tracing import flash_attention_stub
+
+    class PreTrainedModel:
+        @classmethod
+        def _check_and_enable_flash_attn_2(cls, config, *_, **__):
+            raise ImportError("the package flash_attn seems to be not installed.")
+
+    notes, installed = RunFindings(), []
+    monkeypatch.setattr(flash_attention_stub, "install", lambda **asked: installed.append(asked))
+    KernelPackages(notes)._in_modeling(types.SimpleNamespace(PreTrainedModel=PreTrainedModel))
+    config = PreTrainedModel._check_and_enable_flash_attn_2(types.SimpleNamespace(), torch_dtype=None)
+    assert config._attn_implementation == "flash_attention_2"
+    assert installed == [{"packed": False}]
+    assert [finding.sentence for finding in notes.findings] == [
+        "the kernels of flash_attention_2 are not here: some that do nothing stood in for them."
+    ]
 
 
 def test_kernels_that_a_script_compiles_do_nothing_as_functions_and_as_operators():

@@ -46,8 +46,19 @@ def test_a_norm_under_autocast_is_said_if_no_release_is_asked_for():
         (None, "F.rms_norm(x)", False, []),
     ):
         notes = RunFindings()
-        older_torch.say(notes, asked, script, autocast=autocast)
+        older_torch.say(notes, asked, script, autocast=autocast, compiled=False)
         assert [finding.direction for finding in notes.findings] == expected
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_code_compiled_by_another_release_than_the_one_that_is_asked_for_is_said(compiled):
+    import torch
+
+    here = torch.__version__.partition("+")[0]
+    for asked, expected in ((None, 0), (here, 0), (f"{here}+cu128", 0), ("2.9.1", compiled)):
+        notes = RunFindings()
+        older_torch.say(notes, asked, "", autocast=True, compiled=compiled)
+        assert [f"is that of torch {here}" in finding.sentence for finding in notes.findings] == [True] * expected
 
 
 def test_a_release_must_be_one():
