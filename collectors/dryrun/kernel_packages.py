@@ -27,6 +27,7 @@ FLASH_ATTENTION = ("flash_attn", "flash_attn_interface")
 ASKS_VERSIONS = frozenset({"peakcast", "importlib"})
 """Packages between a line of the script and a question for a version."""
 PACKAGES = (*FLASH_ATTENTION, "kernels", "triton")
+NEEDS_NO_GPU = "what they write in compiled code is only known once it is installed, which needs no GPU"
 
 
 class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -53,7 +54,8 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         if package not in self._asked:
             self._asked.add(package)
-            self._say(f"{package} is not installed here: kernels that do nothing stood in for those of it.")
+            more = f"; {NEEDS_NO_GPU}" if package == "triton" else ""
+            self._say(f"{package} is not installed here: kernels that do nothing stood in for those of it{more}.")
         if package == "triton":
             inductor.load()  # before a stub could be taken for the real package
             triton_stub.find_stubs("triton")

@@ -78,3 +78,14 @@ class StepLengths:
                 "ones need more; --lengths SHORTEST..LONGEST follows more steps, of rows that stand in."
             )
         return ""
+
+
+def growth(batches: Sequence[int]) -> str:
+    """A sentence about the tokens of each step's batch, if they follow a schedule on which they still grew; "" if not."""
+    sizes = sorted(set(batches))
+    if len(sizes) < 2 or list(batches) != sorted(batches) or len(sizes) == len(batches):
+        return ""
+    return (
+        f"batches grew from {sizes[0]:,} to {sizes[-1]:,} tokens in the {len(batches)} steps that were followed; where "
+        "they grow further, that needs more."
+    )

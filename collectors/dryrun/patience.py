@@ -6,6 +6,7 @@ them, evaluates and only then trains. Three steps would show the smallest batch,
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -17,10 +18,11 @@ QUIET_STEPS = 4
 """After this many steps in which nothing was compiled, no further graph is expected."""
 QUICK, MOST_SECONDS = 10, 60.0
 """If an evaluation is to come, further steps are followed while each takes less than 1/QUICK of the time of the first
-steps, which includes compiling; altogether for at most MOST_SECONDS, and no longer than the first steps took. These are
-seconds of processor time, because the machine may be busy."""
+steps, which includes compiling; those in which nothing was compiled altogether for at most MOST_SECONDS, and no longer than
+the first steps took. These are seconds of processor time, because the machine may be busy."""
 MOST_IDLE_STEPS = 512
 """Then steps in which the network is not trained follow until the evaluation, at most so many, for MOST_SECONDS again."""
+COMPILING = "torch.compile was still compiling"
 MOST_STEPS, SHARE = 48, 0.6
 """The limits that always hold: MOST_STEPS more steps, and this share of the run's time limit."""
 
@@ -38,6 +40,8 @@ class Patience:
         """The number of graphs compiled by each of these times."""
         self._idle: list[float] = []
         """Times of the process at which idle steps began."""
+        self.interrupted = ""
+        """What was still going on when a limit ended it; "" if nothing was."""
 
     def end_step(self) -> None:
         """Note that a step has ended."""
@@ -47,10 +51,22 @@ class Patience:
     def goes_on(self, *, evaluates_later: bool) -> bool:
         """Whether to follow another step after enough have ended: while steps still compile something, or leave more in
         memory than the one before, or if an evaluation is to come (`evaluates_later`) and steps are quick."""
-        if len(self._ended) > NUM_STEPS + MOST_STEPS or time.monotonic() > self._until:
-            return False
-        compiles = self._graphs[-1] > self._graphs[max(0, len(self._graphs) - 1 - QUIET_STEPS)]
-        return compiles or not self._settled() or (evaluates_later and self._is_quick())
+        awaited = self._awaited(evaluates_later=evaluates_later)
+        late, steps = time.monotonic() > self._until, len(self._ended) - 1
+        if not awaited or (not late and steps < NUM_STEPS + MOST_STEPS):
+            return bool(awaited)
+        limit = f"{SHARE:.0%} of --timeout-seconds" if late else f"{steps} steps"
+        if awaited == COMPILING and self._graphs[-1] > self._graphs[NUM_STEPS - 1]:  # not only to begin with
+            self.interrupted = f"{awaited} when {limit} had passed"
+        return False
+
+    def _awaited(self, *, evaluates_later: bool) -> str:
+        """What another step may bring; "" if nothing."""
+        if self._graphs[-1] > self._graphs[max(0, len(self._graphs) - 1 - QUIET_STEPS)]:
+            return COMPILING
+        if not self._settled():
+            return "steps still left more in memory"
+        return "an evaluation was to come" if evaluates_later and self._is_quick() else ""
 
     def idles(self) -> bool:
         """Whether to go on with another step in which the network is not trained, to reach an evaluation."""
@@ -59,8 +75,11 @@ class Patience:
         return time.monotonic() < self._until and spent < MOST_SECONDS and len(self._idle) <= MOST_IDLE_STEPS
 
     def _is_quick(self) -> bool:
-        first, last = self._ended[NUM_STEPS] - self._ended[0], self._ended[-1] - self._ended[-2]
-        return QUICK * last < first and self._ended[-1] - self._ended[NUM_STEPS] < min(first, MOST_SECONDS)
+        took = [after - before for before, after in itertools.pairwise(self._ended)]
+        quiet = [before == after for before, after in itertools.pairwise(self._graphs)]
+        waited = sum(itertools.compress(took[NUM_STEPS:], quiet[NUM_STEPS:]))
+        first = sum(took[:NUM_STEPS])
+        return QUICK * took[-1] < first and waited < min(first, MOST_SECONDS)
 
 
 def _num_graphs() -> int:

@@ -199,8 +199,7 @@ class Session:
             timelines = self.steps.timelines()
             self._without_kept(timelines)
             peaks = self.peaks.said(self.steps.spans[-1][1])
-        if remark := self.steps.lengths.remark():
-            self.notes.add("script_part_skipped", "lengths", remark)
+        self._say_what_comes_later()
         if {"mode": "none"} in self.steps.checkpointing.values():
             sentence = (
                 "gradient checkpointing is on, but the network is in evaluation mode, as from_pretrained leaves it, in "
@@ -221,6 +220,18 @@ class Session:
         }
         self.write(answer)
         end(ANSWERED)
+
+    def _say_what_comes_later(self) -> None:
+        """Note what steps after those that were followed may need more for."""
+        from peakcast.collectors.dryrun.lengths import growth
+
+        if remark := self.steps.lengths.remark():
+            self.notes.add("script_part_skipped", "lengths", remark)
+        if interrupted := self.steps.patience.interrupted:
+            sentence = f"{interrupted}: what comes later, such as larger batches, is not counted."
+            self.notes.add("steps_not_followed", "timeout_seconds", sentence, "more")
+        if grown := growth(self.steps.batches):
+            self.notes.add("steps_not_followed", "lengths", grown, "more")
 
     def _without_kept(self, timelines: dict[str, Timeline]) -> None:
         """Add the run without what NCCL keeps, if it keeps anything, and say how much that is."""

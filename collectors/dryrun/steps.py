@@ -54,6 +54,8 @@ class ScriptSteps:
         """Shape of the largest batch of tokens that an embedding got."""
         self.inputs: tuple[int, ...] = ()
         """Shape of the largest input of a network whose embedding was not seen."""
+        self.batches: list[int] = []
+        """Tokens of the largest input of a network in each step."""
         self.autocast: torch.dtype | None = None
         """The dtype of autocast, if a network ran under it."""
         self.loop = ""
@@ -80,6 +82,8 @@ class ScriptSteps:
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
         self._depth = 0
+        self._batch = 0
+        """Tokens of the largest input of a network since the last step."""
         self._stepped = False
         self._backwards = 0
         self._forwards = 0
@@ -167,7 +171,8 @@ class ScriptSteps:
             if id(part) not in self._names:
                 self._meet(part)
             if torch.is_grad_enabled():
-                self.inputs = max(self.inputs, _batch(inputs), key=math.prod)
+                batch = _batch(inputs)
+                self.inputs, self._batch = max(self.inputs, batch, key=math.prod), max(self._batch, math.prod(batch))
                 self._count_forward(part)
             self.runs(part)
             if begins or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
@@ -298,6 +303,8 @@ class ScriptSteps:
             end = self.tracer.now
         start = self.spans[-1][1] if self.spans else 0
         self.spans.append((start, end))
+        self.batches.append(self._batch)
+        self._batch = 0
         self.lengths.end_step()
         self.patience.end_step()
         self._stepped = self._has_gradients = False

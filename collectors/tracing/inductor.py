@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from peakcast.collectors.tracing.fake_cuda import COMPUTE_CAPABILITY
+from peakcast.collectors.tracing.flop_counts import of_matrices
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.collectors.tracing.triton_stub import find_stubs
 
@@ -93,15 +94,18 @@ class Generator(torch.Generator):  # type: ignore[misc]
 
 
 class _ReportedKernel:
-    """A Triton kernel that is launched and does nothing."""
+    """A Triton kernel that is launched and does nothing. `code`: Inductor's, with the script's own if that wrote it."""
 
-    def __init__(self, name: str, tracer: Tracer) -> None:
+    def __init__(self, name: str, tracer: Tracer, code: str = "") -> None:
         self.name = re.sub(r"_\d+$", "", name)  # without its number, so that equal kernels of several layers share a name
         self.tracer = tracer
+        self._multiplies = "user_autotune" in code and "tl.dot" in code
 
     def run(self, *arguments: Any, **_: Any) -> None:
         self.tracer.compiled = True
-        self.tracer.launched(self.name, [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)])
+        given = [getattr(leaf, "base", leaf) for leaf in tree_leaves(arguments)]  # of a descriptor, its tensor
+        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+        self.tracer.launched(self.name, tensors, of_matrices(tensors) if self._multiplies else 0)
 
 
 @contextlib.contextmanager
@@ -150,7 +154,9 @@ def _install(tracer: Tracer) -> None:
     from torch.utils import _triton
 
     load()
-    if not _triton.has_triton_package():
+    if _triton.has_triton_package():
+        _see_kernels_of_scripts()
+    else:
         find_stubs("triton")  # generated code imports it
     config.force_disable_caches = True  # a kernel of an earlier trace, or of a real run, is not this one
     config.compile_threads = 1
@@ -161,7 +167,7 @@ def _install(tracer: Tracer) -> None:
     scheduler.has_triton = lambda: True  # type: ignore[attr-defined]
     _triton.triton_hash_with_backend = lambda: ""  # type: ignore[assignment]
     async_compile.AsyncCompile.triton = (  # type: ignore[method-assign]
-        lambda self, name, *arguments, **keywords: _ReportedKernel(name, tracer)
+        lambda self, name, code="", *arguments, **keywords: _ReportedKernel(name, tracer, code)
     )
     async_compile.AsyncCompile.cpp_pybinding = (  # type: ignore[method-assign]
         lambda self, *arguments, **keywords: _ReportedKernel("cpp_fused", tracer).run
@@ -178,6 +184,19 @@ def _install(tracer: Tracer) -> None:
     folder = joint_graph.UniformValueConstantFolder  # looks at the values of one-element tensors
     for name in ("run", "_add_peephole_patterns"):
         setattr(folder, name, _on_cpu(getattr(folder, name)))
+
+
+def _see_kernels_of_scripts() -> None:
+    """Let Dynamo take a script's own Triton kernels for kernels, as it does where a GPU is available: their code is
+    analysed, so that the graph has what they write. Otherwise it would follow their launch, which does nothing, and what
+    they write would be memory that backward can make again."""
+    from torch.utils import _triton
+
+    for name in ("fx_passes.pad_mm", "kernel.mm_grouped"):  # these keep the answer no: they would time kernels
+        importlib.import_module(f"torch._inductor.{name}")
+    _triton.has_triton = lambda: True  # type: ignore[assignment]
+    _triton._device_supports_tma = lambda: torch.cuda.get_device_capability() >= (9, 0)  # type: ignore[assignment]
+    _triton.has_triton_tensor_descriptor_host_tma.cache_clear()
 
 
 def _without_a_gpu() -> None:

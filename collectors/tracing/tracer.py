@@ -44,8 +44,7 @@ OUTER = (DTensor, AsyncCollectiveTensor)
 """Tensors that wrap others: a DTensor around its shard, and the result of a collective that was not yet waited for."""
 LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
 """Operators whose kernel allocates its last result first (ATen `native/cuda/Dropout.cu`: the mask, then the result)."""
-COMPILED_CODE: Any = getattr(wrap, "inductor_compiled_code", None)
-"""Exists from torch 2.10 on."""
+COMPILED_CODE: Any = getattr(wrap, "inductor_compiled_code", None)  # exists from torch 2.10 on
 DEVICE = torch.ops.prim.device.default
 """A question that torch's C++ code asks about a fake tensor, not an operation."""
 BUFFER = "empty_strided.default"
@@ -150,8 +149,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         """True: torch leaves the mode while it compiles, not while compiled code runs; otherwise nothing is compiled."""
         return True
 
-    def launched(self, label: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that a kernel that is no operator of torch ran on `tensors`. Buffers allocated for it get its name."""
+    def launched(self, label: str, tensors: Iterable[torch.Tensor], operations: int = 0) -> None:
+        """A kernel of so many `operations`, no operator of torch, ran on `tensors`; buffers made for it get its name."""
+        self._operations.launched(operations, self.now)
         self._phases.append(int(self.phase))
         self._labels.append(label)
         self._blocks_in_use.launch(self.now)

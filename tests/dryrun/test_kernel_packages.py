@@ -30,6 +30,14 @@ def test_flash_attention_of_the_hub_and_ones_own_kernels_in_compiled_code(run_sc
     assert made == sorted([*forward, *backward, 4 * rows * WIDTH, 4 * rows * HEADS])
 
 
+@pytest.mark.whole
+def test_ones_own_kernel_with_descriptors_writes_a_tensor_of_the_compiled_graph(run_script):
+    pytest.importorskip("triton")
+    steady = run_script("own_kernels.py").timelines["steady"]
+    made = [int(size) for name, size in zip(steady.names, steady.num_bytes, strict=True) if name == "product_kernel"]
+    assert made == [2 * 8192 * 1024]
+
+
 def test_queries_keys_and_values_in_one_tensor_have_one_gradient():
     torch = pytest.importorskip("torch")
     packed = torch.zeros(2, 8, 3, HEADS, 64, dtype=torch.bfloat16, requires_grad=True)

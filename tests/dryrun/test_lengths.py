@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import peakcast
-from peakcast.collectors.dryrun.lengths import CHANGING_STEPS, MOST_STEPS, NUM_STEPS, StepLengths, drawn
+from peakcast.collectors.dryrun.lengths import CHANGING_STEPS, MOST_STEPS, NUM_STEPS, StepLengths, drawn, growth
 from peakcast.core.errors import SpecError
 
 
@@ -80,3 +80,13 @@ def test_lengths_that_do_not_change_or_do_unasked_are_said():
 def test_lengths_that_cannot_be_are_refused(length, lengths):
     with pytest.raises(SpecError, match="lengths"):
         peakcast.dryrun(training([64]), "A100-80GB", length=length, lengths=lengths)
+
+
+def test_batches_that_grow_in_stages_are_told_from_those_that_merely_differ():
+    assert growth([16_384] * 10 + [32_768] * 5) == (
+        "batches grew from 16,384 to 32,768 tokens in the 15 steps that were followed; where they grow further, that needs "
+        "more."
+    )
+    assert growth([1024] * 3) == ""
+    assert growth([900, 1000, 1024]) == ""  # rows padded batch by batch
+    assert growth([1024, 2048, 4096, 4096, 1024]) == ""  # a warm-up that has ended

@@ -17,7 +17,7 @@ def follow(monkeypatch):
     monkeypatch.setattr(patience, "_num_graphs", lambda: clock["graphs"])
 
     def followed(steps, *, evaluates_later=False, limit=10_000.0):
-        watched = patience.Patience(limit)
+        watched = followed.watched = patience.Patience(limit)
         for number, (seconds, graphs) in enumerate(steps, 1):
             clock["seconds"] += seconds
             clock["graphs"] += graphs
@@ -49,3 +49,17 @@ def test_an_evaluation_is_waited_for_while_steps_are_quick(follow):
 
 def test_a_share_of_the_time_limit_ends_it_in_any_case(follow):
     assert follow([COMPILES] * 99, limit=160.0) == 5  # of 20 s each; 0.6 of the limit are 96 s
+
+
+def test_seconds_of_compiling_are_no_seconds_of_waiting(follow):
+    stages = [COMPILES, *[QUICK] * 9] * 5  # batch sizes for ten steps each, as the records of modded-nanogpt warm up
+    assert follow(stages, evaluates_later=True) is None
+
+
+def test_what_the_time_limit_cuts_off_is_said(follow):
+    follow([COMPILES] * 99, limit=160.0)
+    assert follow.watched.interrupted == "torch.compile was still compiling when 60% of --timeout-seconds had passed"
+    follow([COMPILES, *[QUICK] * 99])
+    assert not follow.watched.interrupted
+    follow([COMPILES, *[QUICK] * 99], limit=30.0)  # what it needs to begin with
+    assert not follow.watched.interrupted
