@@ -82,7 +82,7 @@ def coverage_by_layout(cells: Sequence[Scored]) -> Figure:
     for row, name in enumerate(names):
         label = f"{groups[name].num_configurations:.0f}"
         axes.text(groups[name].coverage + 0.015, row, label, va="center", ha="left", fontsize=9, color=INK)
-    axes.set(xlim=(0, 1.12), xlabel="share covered; beside it the number of configurations")
+    axes.set(xlim=(0, 1.12), xlabel="share covered (number of configurations)")
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
     axes.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
     return figure

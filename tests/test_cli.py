@@ -374,3 +374,17 @@ def test_nothing_asked_is_answered_with_the_help(run: Run) -> None:
 def test_a_command_that_is_not_there_points_to_one_that_is(run: Run, arguments: list[str], says: str) -> None:
     done = run(*arguments)
     assert (done.code, done.err) == (2, f"peakcast: {says}\n")
+
+
+# -- dryrun ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("words", "way"), [((), "give a GPU type"), (("--gpu", "H100-80GB"), "come before the command")])
+def test_dryrun_says_where_its_gpu_goes(run: Run, words: tuple[str, ...], way: str) -> None:
+    done = run("dryrun", "train.py", *words)
+    assert (done.code, way in done.err) == (2, True)
+
+
+def test_a_second_gpu_is_not_taken_in_silence(run: Run) -> None:
+    done = run("search", "--model", "llama-3.1-8b", "--gpu", "A100-40GB", "--gpu", "H200")
+    assert (done.code, "--gpu A100-40GB,H200" in done.err) == (2, True)

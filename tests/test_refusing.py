@@ -227,3 +227,17 @@ def test_a_trainer_is_refused_before_its_first_step_where_that_is_asked_for(
     with pytest.raises(peakcast.DoesNotFitError):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+NETWORK = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 256, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("inner", "dtype"), [(None, "bfloat16"), ({"dtype": "float32"}, "float32")])
+def test_a_network_that_the_script_loads_for_trl_has_its_own_dtype(inner: dict[str, str] | None, dtype: str) -> None:
+    """Where TRL itself loads a network by name, its default is float32."""
+    run = {"config": NETWORK, "training_arguments": {"max_length": 64, "model_init_kwargs": inner}}
+    found: Any = in_plain_values({"huggingface": run}, "sft.py")
+    assert found.job.precision.parameters == dtype

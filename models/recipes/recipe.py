@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from peakcast.core.errors import CollectorError
 from peakcast.core.fields import FrozenMapping
@@ -39,10 +40,10 @@ EVEN = 8
 """Lengths that are multiples of this run the same kernels."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recipe:
-    """A network's step. `walk`: that of a short network; `repeats`: how layers are added to it (None: it has the full
-    depth); `copies`: how many units of each run are added."""
+    """A network's step; a recipe equals only itself. `walk`: that of a short network; `repeats`: how layers are added to it
+    (None: it has the full depth); `copies`: how many units of each run are added."""
 
     walk: Walk
     repeats: Repeats | None
@@ -96,6 +97,10 @@ class Recipe:
 
     def deep(self) -> Deep:
         """The network itself, in terms of the walk."""
+        return self._deep
+
+    @cached_property
+    def _deep(self) -> Deep:
         return deepened(self.walk, self.repeats, self.copies)
 
     def of_depths(self, depths: tuple[int, int]) -> Recipe:

@@ -100,12 +100,12 @@ def could_not_record(job: TrainingJob, reason: str, *, endless: bool = False) ->
 
 def why_not(job: TrainingJob) -> str:
     """Why `job` could not be recorded; "" if nobody tried."""
-    return _reasons.get(shelf_name(job), "")
+    return _reasons.get(shelf_name(job), "") if _reasons else ""
 
 
 def is_endless(job: TrainingJob) -> bool:
     """Whether the first step of `job` took too long to be recorded, so that a trace of two would too."""
-    return shelf_name(job) in _endless
+    return bool(_endless) and shelf_name(job) in _endless
 
 
 @lru_cache(maxsize=1024)

@@ -65,17 +65,32 @@ def gpu(name: str) -> Device:
     return _device(key)
 
 
+LONGEST_NODE = 200
+"""Most characters of a text that is read as the GPUs of a node."""
+_OF_A_NODE = re.compile(r"(?:(?P<before>\d+)\s*[x×*]\s*)?(?P<name>.+?)(?:\s*[:x×*]\s*(?P<after>\d+))?")
+"""A GPU type of a node, which may say how many there are: "4xA100-40GB", "A100-40GB:4"."""
+
+
 def _refuse_several(name: str) -> None:
-    """Raises: CatalogError where `name` is several GPU types, such as "RTX4090+RTX3090", with the one that decides."""
-    known = [_gpu_aliases().get(_folded(each, "gpu")) for each in re.split(r"\s*[+,&]\s*", name)]
-    if len(known) > 1 and all(known):
-        least = min((_device(key) for key in known if key), key=lambda device: device.cuda_memory_bytes)
-        raise CatalogError(
-            f"gpu={name!r} is several GPU types. A run over unequal GPUs has to fit on the one with the least memory: ask "
-            f"with {least.name}. Which type to take, `peakcast search --gpu {','.join(filter(None, known))}` says.",
-            parameter="gpu",
-            value=name,
+    """Raises: CatalogError where `name` is several GPU types, such as "RTX4090+RTX3090" or "4xA100-40GB+4xH100-80GB", with
+    the one that decides; or where it says how many GPUs of one type there are."""
+    if len(name) > LONGEST_NODE:
+        return
+    parts = [_OF_A_NODE.fullmatch(each) for each in re.split(r"\s*(?:[+,&;/]|\band\b)\s*", name.strip())]
+    counts = [int(part["before"] or part["after"] or 0) for part in parts if part]
+    known = [_gpu_aliases().get(_folded(part["name"], "gpu")) for part in parts if part]
+    if len(known) < len(parts) or not all(known) or (len(known) == 1 and not counts[0]):
+        return
+    least = min((_device(key) for key in known if key), key=lambda device: device.cuda_memory_bytes)
+    number = f" and num_gpus={sum(counts)}" if all(counts) else ""
+    sentence = f"says how many GPUs there are; ask with {least.name}{number}."
+    if len(set(known)) > 1:
+        sentence = (
+            "is several GPU types. Layouts give each GPU an equal share, so a run over unequal GPUs has to fit on the one "
+            f"with the least memory: ask with {least.name}{number}. Which type to take, `peakcast search --gpu "
+            f"{','.join(dict.fromkeys(filter(None, known)))}` says."
         )
+    raise CatalogError(f"gpu={name!r} {sentence}", parameter="gpu", value=name)
 
 
 def gpu_names() -> tuple[str, ...]:

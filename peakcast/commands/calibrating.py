@@ -10,6 +10,8 @@ import typer
 from peakcast.commands.application import Datasets, Json, NoTracking, TrackingUri, app
 from peakcast.core.errors import SpecError
 
+FITTING, DRAWING, RECORDING = ("sklearn", "scipy"), ("matplotlib", "jinja2"), ("mlflow", "pandas")
+"""The packages of what these commands do."""
 HOLDS_EXIT_CODES = {"holds": 0, "broken": 3, "too few": 4}
 """Result -> exit code of `peakcast evaluate --against`; the worst of its checks counts."""
 
@@ -30,9 +32,8 @@ def fit(
 
     name = _one_or_all(gpu, all_)
     with render.working() as progress:
-        fitted = api.fit(
-            name, datasets=datasets, output=output, tracker=_tracker(tracking_uri, no_tracking), progress=progress
-        )
+        tracker = _tracker(tracking_uri, no_tracking, *FITTING)
+        fitted = api.fit(name, datasets=datasets, output=output, tracker=tracker, progress=progress)
     print(render.json_text(render.fitted_mappings(fitted)) if json else render.fitted_text(fitted))
 
 
@@ -70,7 +71,7 @@ def evaluate(
             gpu,
             datasets=datasets,
             new_hardware=new_hardware,
-            tracker=_tracker(tracking_uri, no_tracking),
+            tracker=_tracker(tracking_uri, no_tracking, *FITTING, *DRAWING),
             progress=progress,
         )
     _print_evaluation(evaluation, gpu, markdown=markdown, json=json)
@@ -110,9 +111,8 @@ def reproduce(
     from peakcast.printing import answers as render
 
     with render.working() as progress:
-        fitted, evaluation, written = api.reproduce(
-            datasets=datasets, output=output, tracker=_tracker(tracking_uri, no_tracking), progress=progress
-        )
+        tracker = _tracker(tracking_uri, no_tracking, *FITTING, *DRAWING)
+        fitted, evaluation, written = api.reproduce(datasets=datasets, output=output, tracker=tracker, progress=progress)
     if json:
         found = {"fitted": render.fitted_mappings(fitted), "evaluation": evaluation.to_mapping()}
         print(render.json_text({**found, "reports": [str(path) for path in written]}))
@@ -128,10 +128,16 @@ def _one_or_all(gpu: str | None, all_: bool) -> str | None:
     return gpu
 
 
-def _tracker(uri: str | None, no_tracking: bool) -> Any:
+def _tracker(uri: str | None, no_tracking: bool, *modules: str) -> Any:
+    """The MLflow store, if wanted. Before it is opened, its packages and the command's own `modules` are asked for, so that
+    one sentence names everything to install."""
     from peakcast import api
+    from peakcast.core.extras import need
 
-    return None if no_tracking else api.tracker(uri)
+    if no_tracking:
+        return None
+    need("this, with its recording in MLflow (which --no-tracking leaves out),", *modules, *RECORDING)
+    return api.tracker(uri)
 
 
 def _print_evaluation(evaluation: Any, gpu: str | None, *, markdown: bool = False, json: bool = False) -> None:

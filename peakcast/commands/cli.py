@@ -17,7 +17,7 @@ from peakcast.commands.measuring import collect, import_published, verify
 from peakcast.commands.recording import record
 from peakcast.commands.replaying import replay
 from peakcast.commands.watching import watch
-from peakcast.core.errors import PeakcastError, shortened
+from peakcast.core.errors import PeakcastError, SpecError, shortened
 from peakcast.core.output import READER_GONE, OutputError, prepare
 
 __all__ = [
@@ -60,6 +60,7 @@ def _run(arguments: list[str]) -> int:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     try:
+        _refuse_second_gpu(arguments)
         code = _application(arguments)(arguments or ["--help"], standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -91,6 +92,16 @@ def _application(arguments: list[str]) -> typer.Typer:
         if command.callback and [command.name or command.callback.__name__.replace("_", "-")] == arguments[:1]
     ]
     return one if one.registered_commands else app
+
+
+def _refuse_second_gpu(arguments: list[str]) -> None:
+    """Raises: SpecError where --gpu is given twice, of which typer would take the last in silence. What follows the script
+    of `dryrun`, or --, is not peakcast's."""
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    given = [own[at + 1] for at, word in enumerate(own[:-1]) if word == "--gpu"]
+    if len(given) > 1 and arguments[0] != "dryrun":
+        way = f"several types are one value of `search`: --gpu {','.join(given)}; over unequal GPUs the one with the least"
+        raise SpecError(f"--gpu is given {len(given)} times; {way} memory decides, so ask with that.", parameter="gpu")
 
 
 def _say(message: str, code: int = 2) -> int:

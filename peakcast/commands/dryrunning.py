@@ -47,7 +47,10 @@ def dryrun(
     from peakcast.printing.screen import prediction_text
 
     if gpu is None:
-        raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")
+        way = "give a GPU type such as --gpu H100-80GB"
+        if "--gpu" in (word.partition("=")[0] for word in command or ()):
+            way = "its options come before the command: peakcast dryrun --gpu H100-80GB -- python train.py"
+        raise SpecError(f"--gpu is required and missing; {way}.", parameter="gpu")
     try:
         found = api.dryrun(
             command or [],

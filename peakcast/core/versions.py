@@ -51,10 +51,16 @@ _RELEASE = re.compile(
 def release(version: object) -> tuple[int, ...]:
     """The numbers of the release that `version` means, at most three: `'2.11.0+cu130'` and `'2.11.0.dev20260101'` give (2,
     11, 0). `NEWEST` for a moving head; () if it is not a release, such as a commit."""
-    text = str(version).strip().lower()
+    text = str(version)
+    return _numbers_of(text.strip().lower()) if len(text) <= MOST_CHARACTERS else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _numbers_of(text: str) -> tuple[int, ...]:
+    """`release` of a text in lower case; the same few are asked for in every prediction."""
     if text in HEADS:
         return NEWEST
-    if len(text) > MOST_CHARACTERS or _RELEASE.fullmatch(text) is None:
+    if _RELEASE.fullmatch(text) is None:
         return ()
     numbers = re.match(r"v?(\d+(?:\.\d+)*)", text)
     assert numbers is not None  # the pattern begins with a number

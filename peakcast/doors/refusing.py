@@ -143,8 +143,12 @@ def _run_of_trl(form: Mapping[str, Any], program: str) -> Translation:
     network = form["config"]
     parts = {"hf_config": network if isinstance(network, Mapping) else None}
     parts |= {key: form.get(key) for key in ("peft", "deepspeed")}
+    values = form["training_arguments"]
+    told = {*values, *(values.get("model_init_kwargs") or {})}
+    if isinstance(network, Mapping) and not {"dtype", "torch_dtype"} & told:  # a network that the script loads itself
+        values = {"dtype": "auto", **values}
     pasted = Pasted(
-        values=form["training_arguments"],
+        values=values,
         where="the run",
         companions={key: value for key, value in parts.items() if value is not None},
         model=network if isinstance(network, str) else None,

@@ -151,17 +151,25 @@ def assumed_network(job: TrainingJob) -> str:
 
 def assumed_versions(job: TrainingJob) -> str:
     """A sentence about versions that are not given and would change what is assumed about `job`; "" if all are given."""
-    given = {name: version for name, version in resolved(job.versions).items() if release(version)}
-    facts = {**conventions(job), **given, **_facts(job)}
-    unused = {package for package, uses in ONLY_USED_BY.items() if not uses(job)}
-    said = {"torch", CONTAINER, *facts, *STACKS, *unused}
+    unused = frozenset(package for package, uses in ONLY_USED_BY.items() if not uses(job))
+    return _assumed_versions(job.framework, job.versions, _facts(job), job.framework_options, unused)
+
+
+@functools.lru_cache(maxsize=4096)
+def _assumed_versions(
+    framework: str, versions: FrozenMapping, facts: FrozenMapping, options: FrozenMapping, unused: frozenset[str]
+) -> str:
+    """`assumed_versions` of a job with these properties. `unused`: packages that it does not use."""
+    given = {name: version for name, version in resolved(versions).items() if release(version)}
+    known = {**conventions_of(framework, versions, facts, options), **given, **facts}
+    said = {"torch", CONTAINER, *known, *STACKS, *unused}
     newest = sorted(
         {
             package
-            for stanza in _stanzas().get(job.framework, [])
+            for stanza in _stanzas().get(framework, [])
             for package in stanza.get("when", {})
             if package not in said
-            and _holds({other: ranges for other, ranges in stanza["when"].items() if other != package}, facts)
+            and _holds({other: ranges for other, ranges in stanza["when"].items() if other != package}, known)
         }
     )
     torch = [] if "torch" in given else [f"torch {ASSUMED_TORCH}"]

@@ -37,6 +37,7 @@ STYLES = {"yes": "fits", "no": "not", "uncertain": "unsure"}
 """`Prediction.fits` -> class in the page's style sheet."""
 ROOM = 1.05
 """Bars have this multiple of the length that they show, so that the GPU's capacity is visible."""
+_CODE = re.compile(r"`([^`]+)`")
 _FLAG = re.compile(r"--[a-z][a-z-]*")
 TOP = 5
 NUM_ADVICE = 6
@@ -154,10 +155,12 @@ def breakable(name: str) -> Markup:
 
 
 def sentence(text: str) -> Markup:
-    """`text`, escaped, with flags of the command line that a browser does not break at their hyphens."""
+    """`text`, escaped, with commands in backticks set as code, and flags of the command line that a browser does not break
+    at their hyphens."""
     from markupsafe import Markup, escape
 
-    return Markup(_FLAG.sub(r'<span class="flag">\g<0></span>', str(escape(text))))
+    coded = _CODE.sub(r"<code>\1</code>", str(escape(text)))
+    return Markup(_FLAG.sub(r'<span class="flag">\g<0></span>', coded))
 
 
 @cache

@@ -86,3 +86,23 @@ def test_of_unequal_gpus_the_one_with_the_least_memory_decides():
             catalog.gpu(several)
     with pytest.raises(CatalogError, match="is not in the catalog"):
         catalog.gpu("RTX4090+RTX9999")
+
+
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("4xA100-40GB+4xA100-80GB", "the least memory: ask with A100-40GB and num_gpus=8"),
+        ("A100-80GB:4, A100-40GB:2", "ask with A100-40GB and num_gpus=6"),
+        ("4 × A100-40GB and A100-80GB", r"ask with A100-40GB\."),  # how many of the other is not said
+        ("8xH100-80GB", "says how many GPUs there are; ask with H100-80GB and num_gpus=8"),
+    ],
+)
+def test_the_gpus_of_a_node_are_told_what_to_ask(name: str, ask: str) -> None:
+    with pytest.raises(CatalogError, match=ask):
+        catalog.gpu(name)
+
+
+@pytest.mark.parametrize("name", [" " * 10**5, "x" * 10**5, "4x" * 10**5, "H100:" * 10**5])
+def test_a_long_text_is_no_node(name: str) -> None:
+    with pytest.raises(CatalogError, match="is not in the catalog"):
+        catalog.gpu(name)

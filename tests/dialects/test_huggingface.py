@@ -56,10 +56,12 @@ def test_attention_is_eager_before_sdpa_came():
     assert [translate(versions=given).job.attention for given in releases] == ["eager", "sdpa", "sdpa"]
 
 
-def test_weights_whose_dtype_nothing_says_may_be_wider():
+def test_weights_whose_dtype_nothing_says_may_be_narrower():
     untold = {key: value for key, value in LLAMA.items() if key not in ("dtype", "torch_dtype")}
-    assert any("float32, twice" in said for said in from_huggingface(untold).warnings)
-    assert not any("float32, twice" in said for said in from_huggingface(untold, {"torch_dtype": "bfloat16"}).warnings)
+    (found,) = [one for one in from_huggingface(untold).findings if one.parameter == "torch_dtype"]
+    assert (found.direction, "in 16 bits" in found.sentence) == ("less", True)
+    told = from_huggingface(untold, {"torch_dtype": "bfloat16"}).findings
+    assert not [one for one in told if one.parameter == "torch_dtype"]
 
 
 def test_the_defaults_of_transformers_4():

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from peakcast.models.evaluation.evaluation import Evaluation
+from peakcast.reports.plots import coverage_by_layout
 from peakcast.reports.render import slug, write_index, write_report
+from tests.reports.conftest import cell
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +89,10 @@ def test_the_index_links_every_report(written: dict[str, list[Path]]) -> None:
     for gpu in ("A100-80GB", "H100-80GB"):
         assert f'href="{slug(gpu)}/report.html"' in index.read_text()
         assert (index.parent / slug(gpu) / "report.html").is_file()
+
+
+def test_what_an_axis_means_is_not_cut_off_at_the_edge_of_its_picture() -> None:
+    figure = coverage_by_layout([cell(1, 20.0, 20.2, layout="fsdp1 8, tensor parallel 4"), cell(2, 9.0, 9.1)])
+    figure.draw_without_rendering()
+    box = figure.axes[0].xaxis.label.get_window_extent()
+    assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1

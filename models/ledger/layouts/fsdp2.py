@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.fsdp_units import Unit
@@ -24,6 +26,8 @@ from peakcast.timelines.timeline import Category, Phase
 BUFFERS = Category.COMMUNICATION_BUFFERS
 ALL_GATHER_COPY_IN, REDUCE_SCATTER, ALL_REDUCE = 1, 2, 3
 """Streams besides the computing one (`FSDPCommContext.lazy_init`), each with a pool of its own in the allocator."""
+_SIZING = attrgetter("shape", "sharded", "expert_ranks", "element_bytes", "gathered_bytes", "sent_bytes", "trains")
+"""What of a tensor the sizes of its unit follow from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,8 @@ class FSDP2(ShardedLayout):
         self._entered = ""
         """The module whose backward, or the recomputation before it, began last."""
         self._sizes: dict[Unit, _Sizes] = {}
+        self._alike: dict[tuple[Any, ...], _Sizes] = {}
+        """The same by what of their tensors the sizes follow from."""
         self._parts: dict[tuple[bool, tuple[int, ...], int], tuple[tuple[int, ...], int]] = {}
         self._optimized: list[TrainedTensor] = []
         """What the optimizer updates, filled when it is first needed; copies of this layout share it."""
@@ -128,12 +134,16 @@ class FSDP2(ShardedLayout):
         return max(1, self.settings.shards // tensor.expert_ranks)
 
     def _sizes_of(self, unit: Unit) -> _Sizes:
-        """The sizes of a unit; cached, because each micro-batch needs them several times."""
-        if unit not in self._sizes:
-            parts = [self._part_numel(t) for t in unit.trained]
-            whole = sum(part * self._shards(t) for part, t in zip(parts, unit.trained, strict=True))
-            self._sizes[unit] = _Sizes([self._group_sizes(group) for group in _groups(unit)], sum(parts), whole)
-        return self._sizes[unit]
+        """The sizes of a unit; cached, because each micro-batch needs them several times and layers are alike."""
+        if (found := self._sizes.get(unit)) is None:
+            alike = tuple(map(_SIZING, unit.tensors))
+            if (found := self._alike.get(alike)) is None:
+                parts = [self._part_numel(t) for t in unit.trained]
+                whole = sum(part * self._shards(t) for part, t in zip(parts, unit.trained, strict=True))
+                groups = [self._group_sizes(group) for group in _groups(unit)]
+                found = self._alike[alike] = _Sizes(groups, sum(parts), whole)
+            self._sizes[unit] = found
+        return found
 
     def _group_sizes(self, group: Sequence[StoredTensor]) -> _GroupSizes:
         """The sizes of tensors that are gathered at once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,8 @@ def recipe_ledger(
 ) -> Timeline:
     """As `peakcast.models.baseline.ledger.ledger`, for the network that `recipe` was recorded from."""
     job = with_recorded_network(job, recipe)
-    network, tensors = _Network(recipe, job), recorded_parameters(job, recipe)
+    network = _network_of(recipe, job)
+    tensors = network.tensors
     modules = RecordedModules(recipe.walk, network.deep, network.names, tensors)
     returned = network.num_bytes[list(recipe.walk.returned)].tolist()
     layout = layout_of(job, tensors, returned, rank, modules, ends_of(recipe.walk, network.deep, network.names, tensors))
@@ -50,9 +52,9 @@ def recipe_ledger(
     timeline = Step(hooks=layout)
     layout.hold_resident(timeline)
     timeline.hold_all(training_workspaces(device, job), Category.WORKSPACES)
-    network.run(timeline, layout, min(job.gradient_accumulation_steps, layout.different_micro_batches))
+    runs = network.run(timeline, layout, min(job.gradient_accumulation_steps, layout.different_micro_batches))
     place_optimizer_step(timeline, job, layout, step)
-    network.hold_across(timeline, first_step=step == "first")
+    network.hold_across(timeline, runs, first_step=step == "first")
     return timeline.timeline()
 
 
@@ -69,40 +71,41 @@ class RecordedTemplate(Template):
 
 
 class _Network:
-    """The places of a deep network, with their templates and runs."""
+    """The weights and places of a deep network, with the places' templates."""
 
     def __init__(self, recipe: Recipe, job: TrainingJob) -> None:
-        self.walk = recipe.walk
+        self.walk, self.tensors = recipe.walk, recorded_parameters(job, recipe)
         self.deep: Deep = recipe.deep()
         raw = recipe.bytes_at(*point_of(job))
         self.num_bytes: Ints = -(-raw // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         self.names = [block_name(place, self.deep.num_places) for place in range(self.deep.num_places)]
-        self.runs: list[list[BlockRun]] = []
+        self.templates = [self._template(place) for place in range(self.walk.num_places)]
 
-    def run(self, timeline: Step, layout: Layout, num_micro_batches: int) -> None:
-        """Run the recorded micro-batch this many times."""
-        templates = [self._template(place) for place in range(self.walk.num_places)]
+    def run(self, timeline: Step, layout: Layout, num_micro_batches: int) -> list[list[BlockRun]]:
+        """Run the recorded micro-batch this many times. Returns the runs of each."""
+        runs_of_all = []
         for micro_batch in range(num_micro_batches):
             first, last = micro_batch == 0, micro_batch == num_micro_batches - 1
             layout.begin_micro_batch(timeline, first=first, last=last)
             runs = []
             for place, source in enumerate(self.deep.sources.tolist()):
-                runs.append(timeline.run_forward(templates[source], self.names[place], keeps_gradients=first))
+                runs.append(timeline.run_forward(self.templates[source], self.names[place], keeps_gradients=first))
             for run in reversed(runs):
                 timeline.run_backward(run)
             timeline.end_backward()
             layout.end_backward(timeline)
-            self.runs.append(runs)
+            runs_of_all.append(runs)
+        return runs_of_all
 
-    def hold_across(self, timeline: Step, *, first_step: bool) -> None:
-        """Hold what lives in more than one place, or longer than its micro-batch."""
+    def hold_across(self, timeline: Step, runs: Sequence[Sequence[BlockRun]], *, first_step: bool) -> None:
+        """Hold what lives in more than one place, or longer than its micro-batch. `runs`: those of each micro-batch."""
         lives = self.deep.lives
         crosses = ~self._local()[self.deep.entries]
         before, after = lives[BORN_STRETCH] < 0, lives[DIES_STRETCH] < 0
         stays, leaves = crosses & before & after, crosses & before & ~after
         if first_step:  # what an earlier step made does not exist
             stays, leaves = stays & (lives[BORN_AT] == 0), leaves & (lives[BORN_AT] == 0)
-        starts = self._starts()
+        starts = _starts(runs)
         self._hold(timeline, np.flatnonzero(stays | leaves), starts[0])
         leaving, left = self._left_over(
             np.flatnonzero(crosses & before & ~after), np.flatnonzero(crosses & ~before & after)
@@ -144,15 +147,6 @@ class _Network:
         columns[step_columns.BORN] = np.where(born_in < 0, born, starts[born_in] + lives[BORN_AT, which])
         columns[step_columns.DIES] = np.where(dies_in < 0, FOREVER, starts[dies_in] + lives[DIES_AT, which])
         timeline.run_again(step_columns.RecordedColumns(columns[:, num_bytes > 0]))
-
-    def _starts(self) -> list[Ints]:
-        """For each micro-batch, the first instant of each stretch."""
-        return [
-            np.array(
-                [*(run.forward_start for run in runs), *(run.backward_start or 0 for run in reversed(runs))], dtype=np.int64
-            )
-            for runs in self.runs
-        ]
 
     def _local(self) -> npt.NDArray[np.bool_]:
         """Which of the recipe's entries live in one place only, counting parameters' gradients."""
@@ -207,6 +201,20 @@ class _Network:
         born = self.walk.lives[:, self.walk.lives[BORN_STRETCH] == stretch][BORN_AT]
         made = self.num_bytes[self.walk.lives[BORN_STRETCH] == stretch]
         return np.bincount(born, made, len(self.walk.phases[stretch])).astype(np.int64)
+
+
+@lru_cache(maxsize=2)
+def _network_of(recipe: Recipe, job: TrainingJob) -> _Network:
+    """The network of a recipe for `job`, of which a training's first step and later ones are made."""
+    return _Network(recipe, job)
+
+
+def _starts(runs: Sequence[Sequence[BlockRun]]) -> list[Ints]:
+    """For the runs of each micro-batch, the first instant of each stretch."""
+    return [
+        np.array([*(run.forward_start for run in own), *(run.backward_start or 0 for run in reversed(own))], dtype=np.int64)
+        for own in runs
+    ]
 
 
 def _naming_adapters(labels: Sequence[str], visits: Sequence[Visit], made: Mapping[str, int]) -> list[str]:

@@ -31,13 +31,13 @@ def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor,
     order = [(block_name(place, after), block_name(source, before)) for place, source in enumerate(deep.sources.tolist())]
     order.sort(key=lambda names: (names[0] == "head", names[0].startswith("layers.")))  # ends and what is between, layers
     stored, used = (int(DTYPE_BYTES[one]) for one in (job.precision.parameters, gathered_dtype(job)))
-    adapters = int(DTYPE_BYTES[adapter_dtype(job)])
+    adapters, mixes = int(DTYPE_BYTES[adapter_dtype(job)]), mixes_precision(job)
     tensors = []
     for module, source in order:
         for _, name, shape, size, trains in found.get(source, []):
             own = stored if size == used else size  # what the library keeps in fp32 stays in fp32
             if ".lora_" in name:
                 own = adapters
-            gathered = used if mixes_precision(job) and own > 1 else own  # packed bytes are not cast
+            gathered = used if mixes and own > 1 else own  # packed bytes are not cast
             tensors.append(StoredTensor(name, module, shape, own, gathered, trains, decays=len(shape) > 1))
     return tuple(tensors)

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from peakcast.core.texts import Texts
 from peakcast.models.allocator.rounding import MIN_BLOCK_BYTES
-from peakcast.timelines.timeline import Category
 
 NAME, MODULE, CATEGORY, NUM_BYTES, BORN, DIES, STREAM, REUSABLE = range(8)
 """The rows of an array of tensors, [8, num_tensors]; names and modules are the numbers of `Texts`; REUSABLE is 0 where a
@@ -20,13 +19,13 @@ WIDTH = 8
 
 
 class OpenTensor(NamedTuple):
-    """A tensor that has not been freed yet."""
+    """A tensor that has not been freed yet, as the first rows of its column; DIES and REUSABLE are still open."""
 
-    name: str
-    category: Category
+    name: int
+    module: int
+    category: int
     num_bytes: int
     born: int
-    module: str
     stream: int
 
 

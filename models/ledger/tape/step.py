@@ -300,19 +300,26 @@ class Step:
     ) -> list[int]:
         """Add tensors of the given bytes that live from `born` (default: the next instant) until they are freed, or to the
         end of the step. Returns their handles. `stream`: where they are allocated; 0 is the computing stream."""
-        since, first = self.now if born is None else born, self._next_handle
-        for num_bytes in sizes:
-            self._allocated[self._next_handle] = OpenTensor(name, category, num_bytes, since, module, stream)
-            self._next_handle += 1
-        return list(range(first, self._next_handle))
+        since = self.now if born is None else born
+        named, of_module, kind = number_of(name), number_of(module), int(category)
+        made = [OpenTensor(named, of_module, kind, num_bytes, since, stream) for num_bytes in sizes]
+        handles = list(range(self._next_handle, self._next_handle + len(made)))
+        self._next_handle += len(made)
+        self._allocated.update(zip(handles, made, strict=True))
+        return handles
 
     def free(self, handles: list[int]) -> None:
         """Free tensors of `allocate` from the next instant on; empties the list of handles."""
         now = self.now
         for handle in handles:
-            one = self._allocated.pop(handle)
-            self.hold(one.name, one.category, one.num_bytes, one.born, now, one.module, one.stream)
+            self._hold_until(self._allocated.pop(handle), now)
         handles.clear()
+
+    def _hold_until(self, one: OpenTensor, dies: int, reusable: int = 0) -> None:
+        """`hold` for a tensor of `allocate`."""
+        if one.num_bytes > 0 and one.born < dies:
+            name, module, category, num_bytes, born, stream = one
+            self._single.extend((name, module, category, num_bytes, born, dies, stream, reusable))
 
     def let_go(self, handles: list[int]) -> list[int]:
         """Free tensors of `allocate` from the next instant on, while another stream still uses their blocks
@@ -328,7 +335,7 @@ class Step:
         """The blocks of tensors that were `let_go` can be reused from the next instant on."""
         for handle in handles:
             one, gone = self._freed_not_reusable.pop(handle)
-            self.hold(one.name, one.category, one.num_bytes, one.born, gone, one.module, one.stream, self.now)
+            self._hold_until(one, gone, self.now)
 
     def differs(self, held: Callable[[Step, bool], None]) -> None:
         """Hold what differs between a training's first step and later ones: `held(step, first_step)` holds it on `step`,
@@ -365,7 +372,7 @@ class Step:
         """The `Timeline` of the finished step."""
         n = len(self.phases)
         for one in self._allocated.values():
-            self.hold(one.name, one.category, one.num_bytes, one.born, FOREVER, one.module, one.stream)
+            self._hold_until(one, FOREVER)
         self._allocated.clear()
         self.reuse(list(self._freed_not_reusable))
         placed = [*self._placed, place(self._runs)] if self._runs else self._placed

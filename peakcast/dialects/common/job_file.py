@@ -155,6 +155,7 @@ def read_job(mapping: Mapping[str, Any], asked: AskedVersions = NO_VERSIONS) -> 
     notes = Notes()
     job = job_from_mapping(_of_versions(mapping, asked))
     note_network(mapping["architecture"], notes)
+    _note_stored_dtype(mapping, job, notes)
     read = notes.finish(job)
     if "sequence_length" in mapping or job.sequence_length == DEFAULT_LENGTH:
         return read
@@ -163,6 +164,25 @@ def read_job(mapping: Mapping[str, Any], asked: AskedVersions = NO_VERSIONS) -> 
         f"{job.architecture.name!r} has no more positions."
     )
     return replace(read, findings=(*read.findings, Finding("default_changed", "sequence_length", "either", sentence)))
+
+
+def _note_stored_dtype(mapping: Mapping[str, Any], job: TrainingJob, notes: Notes) -> None:
+    """Warn of a precision that is not given where transformers would load the network in float32: of a catalog's network
+    whose checkpoint is so, and of a config.json that says so or is older than the key, as BERT's (`from_pretrained`)."""
+    named = mapping["architecture"]
+    if "precision" in mapping or job.framework not in ("huggingface", "deepspeed") or job.task != "train":
+        return
+    if config := network_config(named):
+        wide = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.") == "float32"
+    else:
+        wide = isinstance(named, str) and catalog.checkpoint_dtype(named) == "float32"
+    if wide:
+        notes.warnings.append(
+            f"precision is not given, and {job.precision.parameters} is counted; transformers loads "
+            f"{job.architecture.name} in float32, as it is stored, which needs about twice as much (--precision float32).",
+            "precision",
+            "more",
+        )
 
 
 def _of_versions(mapping: Mapping[str, Any], asked: AskedVersions) -> Mapping[str, Any]:

@@ -14,36 +14,69 @@ from peakcast.dialects.huggingface.adapters import adapter_of
 from peakcast.dialects.huggingface.parallelism import fsdp_version, mapping_at
 from peakcast.jobs.spec import Dtype, Finetuning, Precision
 
+CHECKPOINTS = "that of the checkpoint"
+"""The `dtype_if_unsaid` of dtype="auto" (any release's `from_pretrained`)."""
 
-def weights_dtype(model: Mapping[str, Any], name: str, training: Settings, notes: Notes, *, is_modern: bool) -> Dtype:
+
+def with_auto_dtype(training: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Training arguments that keep a dtype of "auto", which other keys lose as a word for their default."""
+    if not isinstance(training, Mapping) or "auto" not in (str(training.get(key)) for key in ("dtype", "torch_dtype")):
+        return training
+    return {**training, "dtype_if_unsaid": CHECKPOINTS}
+
+
+def weights_dtype(
+    model: Mapping[str, Any], name: str, training: Settings, notes: Notes, *, is_modern: bool, quantized: bool = False
+) -> Dtype:
     """The dtype in which the weights are loaded. `model`: the keys of config.json, if given; `name`: the network's;
-    `is_modern`: whether transformers 5 loads them, which takes the checkpoint's dtype."""
-    for source, value in (
-        ("dtype", training.raw("dtype")),
-        ("torch_dtype", training.raw("torch_dtype")),
-        ("the configuration's dtype", model.get("dtype") or model.get("torch_dtype")),
-    ):
-        if value is not None and str(value) != "auto":
-            if str(value) not in keys.DTYPES:
-                raise SpecError(
-                    f"{source}={value!r} must be one of float32, bfloat16, float16.", parameter=source, value=value
-                )
-            if "configuration" in source:
-                notes.assumptions.append(f"the weights are loaded as {keys.DTYPES[str(value)]}, as the configuration says.")
-            return keys.DTYPES[str(value)]
-    if not model and name in catalog.architecture_names() and catalog.checkpoint_dtype(name) == "float32":
-        notes.assumptions.append(f"torch_dtype is not given; {name}'s weights are loaded in float32, as they are stored.")
-        return "float32"
-    notes.assumptions.append("torch_dtype is not given; the weights are treated as loaded in bfloat16.")
-    stored = training.switch("loads_stored_dtype")  # of projects that never take transformers 4's default
-    if not stored and (model or not is_modern):  # a config.json has the dtype of newer checkpoints
-        source = "torch_dtype nor the configuration says" if model else "torch_dtype nor dtype is given, which say"
+    `is_modern`: whether transformers 5 loads them.
+
+    Where nothing asks for a dtype, transformers 5 takes the configuration's, else that of the checkpoint's tensors (5.17
+    modeling_utils.py `_get_dtype`, `from_pretrained(dtype="auto")`); transformers 4 takes float32 whatever those are, and
+    float16 for what bitsandbytes and GPTQ quantise (4.57 modeling_utils.py `from_pretrained`, quantizers `update_dtype`).
+    """
+    for key in ("dtype", "torch_dtype"):
+        if (asked := training.raw(key)) is not None and str(asked) != "auto":
+            return _dtype_named(key, asked)
+    unsaid = training.text("dtype_if_unsaid")  # who takes the configuration's in any release, and else this one
+    if not is_modern and not unsaid:
+        dtype: Dtype = "float16" if quantized else "float32"
+        ways = "" if quantized else " (torch_dtype: bfloat16 halves them)"
+        notes.assumptions.append(f"torch_dtype is not given; transformers 4 loads weights in {dtype}{ways}.")
+        return dtype
+    if (said := model.get("dtype") or model.get("torch_dtype")) is not None and str(said) != "auto":
+        dtype = _dtype_named("the configuration's dtype", said)
+        notes.assumptions.append(f"the weights are loaded as {dtype}, as the configuration says.")
+        return dtype
+    if not model and name in catalog.architecture_names():
+        dtype = _dtype_named("checkpoint_dtype", catalog.checkpoint_dtype(name))
+        notes.assumptions.append(f"torch_dtype is not given; {name}'s weights are loaded in {dtype}, as they are stored.")
+        return dtype
+    return _unsaid_dtype(model, unsaid, notes)
+
+
+def _unsaid_dtype(model: Mapping[str, Any], unsaid: str, notes: Notes) -> Dtype:
+    """The dtype of weights where neither settings nor a configuration say it: `unsaid`, if that is a dtype; else that of
+    their checkpoint, which is float32 if it is older than the key, as those of BERT, GPT-2 and T5."""
+    of_checkpoint = unsaid in ("", CHECKPOINTS)
+    dtype = _dtype_named("dtype_if_unsaid", "float32" if of_checkpoint else unsaid)
+    nor = "the configuration" if model else "dtype"
+    notes.assumptions.append(f"neither torch_dtype nor {nor} says in which dtype weights are loaded: {dtype} is counted.")
+    if of_checkpoint:
         notes.warnings.append(
-            f"neither {source} the weights' dtype: transformers 4 loads them in float32, twice what is counted.",
+            f"neither torch_dtype nor {nor} says the weights' dtype, which is then the checkpoint's: float32 is counted, "
+            "as in checkpoints older than that key; one in 16 bits needs half of it.",
             "torch_dtype",
-            "more",
+            "less",
         )
-    return "bfloat16"
+    return dtype
+
+
+def _dtype_named(source: str, value: object) -> Dtype:
+    """The dtype that `value` names. Raises: SpecError."""
+    if str(value) not in keys.DTYPES:
+        raise SpecError(f"{source}={value!r} must be one of float32, bfloat16, float16.", parameter=source, value=value)
+    return keys.DTYPES[str(value)]
 
 
 def half_dtype(training: Settings, engine: Settings | None, shards: Settings | None, notes: Notes) -> Dtype | None:

@@ -32,6 +32,7 @@ from peakcast.dialects.huggingface.dtypes import (
     quantized_compute,
     weights_dtype,
     widened_adapters,
+    with_auto_dtype,
 )
 from peakcast.dialects.huggingface.evaluation import note_evaluation
 from peakcast.dialects.huggingface.parallelism import (
@@ -124,7 +125,7 @@ def from_huggingface(
         versions = {"unsloth": NEWEST_UNSLOTH, **versions}
     architecture = resolve_architecture(config)
     note_network(config, notes)
-    training = _settings("training_arguments", training_arguments, notes, spell)
+    training = _settings("training_arguments", with_auto_dtype(training_arguments), notes, spell)
     adapter = _settings("peft", peft, notes, spell) if peft is not None else None
     engine, shards = _strategy(deepspeed, fsdp, training, notes)
     shards = started_with(shards, num_gpus, notes)
@@ -191,7 +192,10 @@ def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Preci
     """What is trained, and in which dtypes: they depend on each other, as adapters get their dtype from the weights."""
     training, engine, shards, notes = run.training, run.engine, run.shards, run.notes
     quantization = quantization_of(run.model, training, run.config)
-    weights = weights_dtype(run.model, run.architecture.name, training, notes, is_modern=run.is_modern)
+    quantized = bool(quantization)
+    weights = weights_dtype(
+        run.model, run.architecture.name, training, notes, is_modern=run.is_modern, quantized=quantized
+    )
     half = half_dtype(training, engine, shards, notes)
     loaded = half if engine is not None and half is not None else weights
     widens = release(run.versions.get("peft", "0.12")) >= (0, 12)

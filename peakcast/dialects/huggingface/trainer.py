@@ -11,7 +11,6 @@ from typing import Any
 
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
-from peakcast.core.versions import release, resolved
 from peakcast.dialects.common.generation import READ, RLOO_BETA, SAMPLING, Generation, generation_of
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import AlternativeReading, Notes, Settings, Translation
@@ -178,9 +177,7 @@ def _take_defaults(
         take_trl_defaults(training, pasted.versions.of("huggingface"), notes)
     else:
         _take_examples_defaults(pasted, training, notes)
-    if "hf_config" in parts:
-        _leave_dtype_to_network(training)
-    elif whose.trl and not {"dtype", "torch_dtype"} & set(training):
+    if whose.trl and not {"dtype", "torch_dtype"} & set(training):
         training["torch_dtype"] = "float32"  # trl 1.16 trainer/utils.py create_model_from_path, trainer/model_config.py
         notes.assumptions.append("dtype is not given; trl loads weights in float32 (dtype: bfloat16 halves them).")
 
@@ -197,13 +194,6 @@ def _take_from_launcher(launcher: Launcher, pasted: Pasted, training: dict[str, 
     if launcher.num_gpus is None and processes:  # trl's recipes have `num_processes` in the same file
         launcher = replace(launcher, num_gpus=processes)
     return launcher.gpus(pasted, notes)
-
-
-def _leave_dtype_to_network(training: dict[str, Any]) -> None:
-    """Remove a dtype of "auto", which means the dtype in the network's configuration."""
-    for key in ("dtype", "torch_dtype"):
-        if str(training.get(key, "auto")) == "auto":
-            training.pop(key, None)
 
 
 def _note_loss(training: dict[str, Any], method: str | None, notes: Notes) -> None:
@@ -352,8 +342,3 @@ def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Not
     elif not {"block_size", "max_seq_length", "max_length"} & set(training):
         training["block_size"] = 1024  # run_clm.py: min(1024, tokenizer.model_max_length)
         notes.assumptions.append("block_size is not given; run_clm.py takes 1024, or fewer where the tokenizer has fewer.")
-    given = {"dtype", "torch_dtype"} & set(training) or "hf_config" in pasted.companions
-    version = release(resolved(pasted.versions.of("huggingface")).get("transformers", ""))
-    if not given and version and version < (5,):
-        training["torch_dtype"] = "float32"
-        notes.assumptions.append("torch_dtype is not given; transformers 4 loads weights in float32.")

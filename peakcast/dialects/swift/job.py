@@ -233,7 +233,8 @@ def _length(settings: Settings) -> int:
 def _precision(settings: Settings) -> dict[str, Any]:
     """The dtype in which weights are loaded, and that of the products."""
     dtype = settings.text("torch_dtype", settings.text("dtype"))
-    training: dict[str, Any] = {"torch_dtype": dtype} if dtype else {"loads_stored_dtype": True}  # get_default_torch_dtype
+    # without one, the configuration's, else bfloat16 (get_default_torch_dtype)
+    training: dict[str, Any] = {"torch_dtype": dtype} if dtype else {"dtype_if_unsaid": "bfloat16"}
     given = {key: settings.switch(key) for key in ("bf16", "fp16") if settings.raw(key) is not None}
     # without either: base_args.py `_init_mixed_precision`
     return training | (given or {"fp16" if dtype in ("float16", "float32") else "bf16": True})

@@ -125,7 +125,7 @@ class BlockBuilder:
         # the incoming gradient is the residual stream's own unless an operation in between makes another tensor
         family, placed = family_of(self.context.architecture), self.context.architecture.norm_placement
         stream = split == "rows" and placed == "pre" and not (family.layer.scales_outputs or group.sequence)
-        result = self.linear(x, replace(layer, incoming_stays=stream))
+        result = self.linear(x, replace(layer, incoming_stays=True) if stream else layer)
         return leave_rows(tape, result, group, layer.name) if split == "rows" else result
 
     def _adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str, split: Split) -> Tensor:
@@ -145,9 +145,10 @@ class BlockBuilder:
             variables.append(x)
             x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
         outer, inner = split if split == "rows" else "", split if split == "columns" else ""
-        down = LinearLayer(name=f"{name}.lora_A", in_features=in_features, out_features=rank, element_bytes=wide)
+        below, trains = f"{name}.lora_A", tuning.method != "lora_fa"
+        down = LinearLayer(name=below, in_features=in_features, out_features=rank, element_bytes=wide, trains=trains)
         up = LinearLayer(name=f"{name}.lora_B", in_features=rank, out_features=out_features, element_bytes=wide)
-        y = self._split_linear(x, replace(down, trains=tuning.method != "lora_fa"), outer)
+        y = self._split_linear(x, down, outer)
         summed = self.for_rows(context.stream_rows, self.num_matrices) if outer else self
         y = summed._split_linear(y, up, inner)
         y = ops.scale(tape, y, f"{name}.lora.scaling")
@@ -210,7 +211,8 @@ class BlockBuilder:
         compute = context.precision.compute_bytes if context.precision.autocast else layer.element_bytes
         if layer.element_bytes <= compute:
             kept, narrow = context.linears.keep_input and calls_linear, self._input_cast(x, layer, compute)
-            layer = replace(layer, element_bytes=compute, keeps_input=kept, num_matrices=self.num_matrices)
+            if (layer.element_bytes, layer.keeps_input, layer.num_matrices) != (compute, kept, self.num_matrices):
+                layer = replace(layer, element_bytes=compute, keeps_input=kept, num_matrices=self.num_matrices)
             result = ops.linear(self.tape, narrow, self.rows, layer)
         else:
             transposed = family_of(context.architecture).linear.transposes_weight and not plain
