@@ -219,7 +219,7 @@ def _precision(settings: Settings, trainer: str) -> dict[str, Any]:
     dtype = DTYPES.get(written, written)
     if dtype not in ("auto", *DTYPES.values()):
         raise settings.refuse("model.torch_dtype_str", f"must be auto or one of {', '.join(sorted(set(DTYPES.values())))}")
-    training: dict[str, Any] = {"torch_dtype": dtype} if dtype != "auto" else {"torch_dtype": "auto"}
+    training: dict[str, Any] = {"torch_dtype": dtype}
     mixed = settings.text("training.mixed_precision_dtype", "NONE").upper()
     if mixed not in ("NONE", "BF16", "FP16"):
         raise settings.refuse("training.mixed_precision_dtype", "must be NONE, BF16 or FP16")
