@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from peakcast.dialects.common.job_file import read_job
 from peakcast.dialects.huggingface.job import from_huggingface
 from tests.dialects.test_huggingface import LLAMA
 
@@ -80,3 +81,19 @@ def test_a_config_is_read_alike_as_a_mapping_a_file_a_folder_and_from_the_hub(sa
     assert {replace(one.job.architecture, name="") for one in found} == {replace(found[0].job.architecture, name="")}
     assert len({(one.job.precision, one.job.finetuning, one.warnings, one.assumptions) for one in found}) == 1
     assert found[0].job.precision.parameters == said.get("dtype", "float32")
+
+
+@pytest.mark.parametrize(
+    ("network", "given", "said"),
+    [
+        (BERT, {}, "the checkpoint's: float32 in old ones"),
+        ("bert-base", {}, "transformers loads bert-base in float32"),
+        (BERT, {"precision": {"parameters": "float32"}}, ""),
+        (BERT, {"framework": "torch"}, ""),
+        (LLAMA, {}, ""),
+    ],
+)
+def test_a_job_without_a_precision_says_where_transformers_loads_more(network, given, said):
+    found = [one for one in read_job({"architecture": network, **given}).findings if one.parameter == "precision"]
+    assert [one.direction for one in found] == ["more"] * bool(said)
+    assert all(said in one.sentence for one in found)

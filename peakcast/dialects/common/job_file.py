@@ -168,21 +168,29 @@ def read_job(mapping: Mapping[str, Any], asked: AskedVersions = NO_VERSIONS) -> 
 
 def _note_stored_dtype(mapping: Mapping[str, Any], job: TrainingJob, notes: Notes) -> None:
     """Warn of a precision that is not given where transformers would load the network in float32: of a catalog's network
-    whose checkpoint is so, and of a config.json that says so or is older than the key, as BERT's (`from_pretrained`)."""
+    whose checkpoint is so, and of a config.json that says so, or says nothing, as BERT's (`from_pretrained`)."""
     named = mapping["architecture"]
-    if "precision" in mapping or job.framework not in ("huggingface", "deepspeed") or job.task != "train":
+    if "precision" in mapping or job.framework != "huggingface" or job.task != "train":  # DeepSpeed's engine casts them
         return
-    if config := network_config(named):
-        wide = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.") == "float32"
+    config = network_config(named)
+    stored = config.get("dtype") or config.get("torch_dtype") if config else _stored_dtype(named)
+    if config and stored is None:
+        why = "the configuration does not name a dtype, and transformers takes the checkpoint's: float32 in old ones"
+    elif str(stored).removeprefix("torch.") == "float32":
+        why = f"transformers loads {job.architecture.name} in float32, as it is stored"
     else:
-        wide = isinstance(named, str) and catalog.checkpoint_dtype(named) == "float32"
-    if wide:
-        notes.warnings.append(
-            f"precision is not given, and {job.precision.parameters} is counted; transformers loads "
-            f"{job.architecture.name} in float32, as it is stored, which needs about twice as much (--precision float32).",
-            "precision",
-            "more",
-        )
+        return
+    notes.warnings.append(
+        f"precision is not given, and {job.precision.parameters} is counted; {why}, which needs about twice as much "
+        "(--precision float32).",
+        "precision",
+        "more",
+    )
+
+
+def _stored_dtype(named: object) -> str:
+    """The dtype in which the checkpoint of the catalog's network `named` is stored; "" for a network of another kind."""
+    return catalog.checkpoint_dtype(named) if isinstance(named, str) else ""
 
 
 def _of_versions(mapping: Mapping[str, Any], asked: AskedVersions) -> Mapping[str, Any]:
