@@ -84,7 +84,7 @@ KINDS = {
     "recomputation_off": Kind("a script asks for recomputation in a mode in which its library does none"),
     "script_part_skipped": Kind("a part of a script, such as saving a checkpoint, that a dry run skips"),
     "steps_not_followed": Kind(
-        "a dry run ended while the script's steps still changed; later ones may need more", uncounted=True
+        "a dry run ended while the script's steps still changed; later ones may need more", 1, uncounted=True
     ),
     "outside_estimated": Kind(
         "what lies outside PyTorch's allocator is an estimate, and a large share of a small peak", routine=True

@@ -263,6 +263,7 @@ def test_a_network_that_the_ledger_does_not_know_is_traced(tmp_path: Path) -> No
         "num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 256, "q_lora_rank": 32, "kv_lora_rank": 32,
         "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "tie_word_embeddings": False,
+        "dtype": "bfloat16",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     job = {"architecture": str(tmp_path / "config.json"), "sequence_length": 64}

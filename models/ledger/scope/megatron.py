@@ -121,7 +121,7 @@ _TRAINING = Section("training", (
                 "Megatron-LM's layers of before megatron-core under tensor or pipeline parallelism: published logs of July "
                 "2023 have up to 2.4 % more allocated, and up to 5 % more reserved, than is counted (stages before the "
                 "last, and tensor parallelism alone); what holds it is not known. Data parallelism agrees exactly.",
-                share=0.024),
+                share=0.05),
     unknown("task", job.generates, "task={task!r} is not modelled; only training is."),
     fails("attention", job.flex, "Megatron-LM has no flex attention; use flash_attention_2 or eager."),
     less("optimizer.name", ~(megatron.adam | megatron.muon | job.optimizer("sgd")),
