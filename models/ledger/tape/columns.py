@@ -28,6 +28,13 @@ class OpenTensor(NamedTuple):
     born: int
     stream: int
 
+    def until(self, dies: int, reusable: int = 0) -> tuple[int, ...]:
+        """Its row (`WIDTH` columns) if it lives until before `dies`; an empty one if it has no bytes or never lives.
+        `reusable`: the instant from which its block can be reused, if that is later."""
+        if self.num_bytes <= 0 or self.born >= dies:
+            return ()
+        return (*self[:-1], dies, self.stream, reusable)
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedColumns:

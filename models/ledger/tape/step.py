@@ -312,14 +312,8 @@ class Step:
         """Free tensors of `allocate` from the next instant on; empties the list of handles."""
         now = self.now
         for handle in handles:
-            self._hold_until(self._allocated.pop(handle), now)
+            self._single.extend(self._allocated.pop(handle).until(now))
         handles.clear()
-
-    def _hold_until(self, one: OpenTensor, dies: int, reusable: int = 0) -> None:
-        """`hold` for a tensor of `allocate`."""
-        if one.num_bytes > 0 and one.born < dies:
-            name, module, category, num_bytes, born, stream = one
-            self._single.extend((name, module, category, num_bytes, born, dies, stream, reusable))
 
     def let_go(self, handles: list[int]) -> list[int]:
         """Free tensors of `allocate` from the next instant on, while another stream still uses their blocks
@@ -335,7 +329,7 @@ class Step:
         """The blocks of tensors that were `let_go` can be reused from the next instant on."""
         for handle in handles:
             one, gone = self._freed_not_reusable.pop(handle)
-            self._hold_until(one, gone, self.now)
+            self._single.extend(one.until(gone, self.now))
 
     def differs(self, held: Callable[[Step, bool], None]) -> None:
         """Hold what differs between a training's first step and later ones: `held(step, first_step)` holds it on `step`,
@@ -372,7 +366,7 @@ class Step:
         """The `Timeline` of the finished step."""
         n = len(self.phases)
         for one in self._allocated.values():
-            self._hold_until(one, FOREVER)
+            self._single.extend(one.until(FOREVER))
         self._allocated.clear()
         self.reuse(list(self._freed_not_reusable))
         placed = [*self._placed, place(self._runs)] if self._runs else self._placed
