@@ -22,7 +22,6 @@ steps, which includes compiling; those in which nothing was compiled altogether 
 the first steps took. These are seconds of processor time, because the machine may be busy."""
 MOST_IDLE_STEPS = 512
 """Then steps in which the network is not trained follow until the evaluation, at most so many, for MOST_SECONDS again."""
-COMPILING = "torch.compile was still compiling"
 MOST_STEPS, SHARE = 48, 0.6
 """The limits that always hold: MOST_STEPS more steps, and this share of the run's time limit."""
 
@@ -51,22 +50,16 @@ class Patience:
     def goes_on(self, *, evaluates_later: bool) -> bool:
         """Whether to follow another step after enough have ended: while steps still compile something, or leave more in
         memory than the one before, or if an evaluation is to come (`evaluates_later`) and steps are quick."""
-        awaited = self._awaited(evaluates_later=evaluates_later)
+        compiles = self._graphs[-1] > self._graphs[max(0, len(self._graphs) - 1 - QUIET_STEPS)]
+        if not (compiles or not self._settled() or (evaluates_later and self._is_quick())):
+            return False
         late, steps = time.monotonic() > self._until, len(self._ended) - 1
-        if not awaited or (not late and steps < NUM_STEPS + MOST_STEPS):
-            return bool(awaited)
-        limit = f"{SHARE:.0%} of --timeout-seconds" if late else f"{steps} steps"
-        if awaited == COMPILING and self._graphs[-1] > self._graphs[NUM_STEPS - 1]:  # not only to begin with
-            self.interrupted = f"{awaited} when {limit} had passed"
+        if not late and steps < NUM_STEPS + MOST_STEPS:
+            return True
+        if compiles and self._graphs[-1] > self._graphs[NUM_STEPS - 1]:  # not only to begin with
+            limit = f"{SHARE:.0%} of --timeout-seconds" if late else f"{steps} steps"
+            self.interrupted = f"torch.compile was still compiling when {limit} had passed"
         return False
-
-    def _awaited(self, *, evaluates_later: bool) -> str:
-        """What another step may bring; "" if nothing."""
-        if self._graphs[-1] > self._graphs[max(0, len(self._graphs) - 1 - QUIET_STEPS)]:
-            return COMPILING
-        if not self._settled():
-            return "steps still left more in memory"
-        return "an evaluation was to come" if evaluates_later and self._is_quick() else ""
 
     def idles(self) -> bool:
         """Whether to go on with another step in which the network is not trained, to reach an evaluation."""
