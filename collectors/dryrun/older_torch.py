@@ -109,7 +109,7 @@ def say(notes: RunFindings, asked: str | None, script: str, *, autocast: bool, c
     here = torch.__version__.partition("+")[0]
     if asked is not None and compiled and release(asked)[:2] != release(here)[:2]:
         notes.add(
-            "script_part_skipped",
+            "compiler_differs",
             "torch",
             f"compiled code is that of torch {here}, which is here, and not of {asked}: which tensors it saves for "
             "backward, and in which order it makes them, is each release's own choice, by which the peak may differ some "
@@ -117,7 +117,7 @@ def say(notes: RunFindings, asked: str | None, script: str, *, autocast: bool, c
         )
     if asked is None and autocast and not _is_older(torch.__version__) and any(name in script for name in NORMS):
         notes.add(
-            "script_part_skipped",
+            "versions_not_given",
             "torch",
             "autocast computes rms_norm in float32 from torch 2.12 on, as here; an older release keeps the dtype of its "
             "input and needs less: --torch 2.11 follows it.",

@@ -83,6 +83,7 @@ KINDS = {
     "peak_in_evaluation": Kind("the peak of a script is in its evaluation, not in a training step"),
     "recomputation_off": Kind("a script asks for recomputation in a mode in which its library does none"),
     "script_part_skipped": Kind("a part of a script, such as saving a checkpoint, that a dry run skips"),
+    "compiler_differs": Kind("compiled code is that of the installed release of torch, not of the run's"),
     "steps_not_followed": Kind(
         "a dry run ended while the script's steps still changed; later ones may need more", 1, uncounted=True
     ),

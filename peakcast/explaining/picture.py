@@ -23,8 +23,10 @@ COLUMNS = 1200
 """Number of sampled instants, which is the picture's width in pixels."""
 NARROW = 0.15
 """If a phase takes less than this fraction of the width, its name is written in two lines."""
-LETTER = 0.0115
-"""Fraction of the width that a letter of a phase's name takes, with its spacing."""
+WIDE, TALL = (10.0, 5.2), (4.8, 5.8)
+"""Width and height in inches of the picture, and of the one for a phone, whose legend is below."""
+LETTER = 0.115
+"""Inches that a letter of a phase's name takes, with its spacing."""
 DIM, RED = "#5b6570", "#b3261e"
 SHADES = {
     Phase.INIT: "#ffffff",
@@ -57,11 +59,11 @@ def write_picture(timeline: Timeline, path: Path, title: str, capacity_bytes: in
         figure.savefig(path, dpi=150, metadata=metadata)
 
 
-def draw(timeline: Timeline, title: str, capacity_bytes: int | None = None) -> Any:
-    """The picture as a matplotlib figure."""
+def draw(timeline: Timeline, title: str, capacity_bytes: int | None = None, size: tuple[float, float] = WIDE) -> Any:
+    """The picture as a matplotlib figure, of the `size` WIDE or TALL."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 5.2), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     instants = sampled(timeline, COLUMNS)
     heights = stacked(timeline)[:, instants] / GIB
@@ -73,16 +75,18 @@ def draw(timeline: Timeline, title: str, capacity_bytes: int | None = None) -> A
         limit = max(limit, capacity_bytes / GIB * 1.08)
         _draw_capacity(axes, capacity_bytes / GIB)
     _draw_bands(axes, heights)
-    _shade(axes, timeline, instants)
+    _shade(axes, timeline, instants, COLUMNS / size[0])
     _mark_peak(axes, where, top, limit, f"peak {timeline.peak().num_bytes / GIB:,.2f} GiB")
     axes.set(xlim=(0, COLUMNS), ylim=(0, limit), ylabel="GiB", xticks=[])
-    axes.set_xlabel("operations of one step, in order; short phases are drawn wider")
+    between = "; " if size == WIDE else ";\n"
+    axes.set_xlabel(f"operations of one step, in order{between}short phases are drawn wider")
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=28)
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(
-        handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9,
-        handlelength=1.2,
-    )  # fmt: skip
+    style = {"frameon": False, "fontsize": 9, "handlelength": 1.2}
+    if size == WIDE:
+        axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), **style)
+    else:
+        figure.legend(handles[::-1], labels[::-1], loc="outside lower left", ncols=2, **style)
     return figure
 
 
@@ -118,7 +122,7 @@ def _mark_peak(axes: Any, where: int, top: float, limit: float, text: str) -> No
     )  # fmt: skip
 
 
-def _shade(axes: Any, timeline: Timeline, instants: Any) -> None:
+def _shade(axes: Any, timeline: Timeline, instants: Any, columns_per_inch: float) -> None:
     """Draw the background of each phase, and its name above its widest part."""
     phases = timeline.phases[instants]
     edges = [0, *(np.flatnonzero(np.diff(phases)) + 1).tolist(), len(phases)]
@@ -132,7 +136,7 @@ def _shade(axes: Any, timeline: Timeline, instants: Any) -> None:
     names = [phase_title(phase.name.lower()) for *_, phase in stretches]
     widths = [stop - start for start, stop, _ in stretches]
     names = [n.replace(" ", "\n") if width < NARROW * COLUMNS else n for n, width in zip(names, widths, strict=True)]
-    rooms = [LETTER * COLUMNS * max(map(len, name.split("\n"))) for name in names]
+    rooms = [LETTER * columns_per_inch * max(map(len, name.split("\n"))) for name in names]
     places = _apart([(start + stop) / 2 for start, stop, _ in stretches], rooms)
     for name, place in zip(names, places, strict=True):
         axes.text(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -85,14 +85,16 @@ def _host(found: Answered) -> str:
 
 
 def timeline_html(found: Answered) -> str:
-    """The stacked timeline as an inline picture, and its peaks by phase as a table for people who cannot see it."""
-    from peakcast.explaining.picture import draw
+    """The stacked timeline as two inline pictures, of which the page shows the one that suits its width, and its peaks by
+    phase as a table for people who cannot see it."""
+    from peakcast.explaining.picture import TALL, WIDE, draw
 
     e, p = found.explanation, found.prediction
     what = "One steady step" if found.job.task == "train" else "The generation"
-    picture = inline_svg(lambda: draw(e.timeline, f"{what}, on rank {e.rank}", p.capacity_bytes))
+    title = f"{what}, on rank {e.rank}"
+    wide, tall = (inline_svg(partial(draw, e.timeline, title, p.capacity_bytes, size)) for size in (WIDE, TALL))
     peak = peak_part(p.peak_phase, p.phase_peaks_bytes)
-    return _render("timeline.html.j2", picture=picture, phases=p.phase_peaks_bytes, peak_phase=peak)
+    return _render("timeline.html.j2", wide=wide, tall=tall, phases=p.phase_peaks_bytes, peak_phase=peak)
 
 
 def layers_html(found: Answered) -> str:

@@ -126,7 +126,8 @@ def test_a_configuration_is_answered_and_a_knob_moves_the_number(phone):
     answered(phone, "gpt2 on ")
     phone.wait_for_function("document.querySelector('#answer').getBoundingClientRect().top < innerHeight")  # in sight
     before = phone.inner_text("#answer table.bars tbody tr:first-child td")
-    assert phone.locator("#timeline svg").count() == 1
+    assert phone.locator("#timeline svg:visible").count() == 1
+    assert phone.evaluate("(e => e.scrollWidth <= e.clientWidth)(document.querySelector('#timeline .timeline'))")
     phone.fill("#micro_batch_size input", "16")
     phone.wait_for_function(
         "before => document.querySelector('#answer table.bars tbody tr:first-child td').innerText != before", arg=before
