@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import peakcast
 from peakcast import api
 from peakcast.commands.cli import app
 from peakcast.core.errors import SpecError
@@ -27,11 +28,11 @@ from peakcast.core.versions import (
     remarks,
     torch_release,
 )
-from peakcast.dialects.common.asked_versions import asked_versions
+from peakcast.dialects.common.asked_versions import OF_THIS_RUN, asked_versions
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.dialects.megatron_arguments import from_arguments
 from peakcast.doors.batching import predict_batch
-from peakcast.doors.questions import translation_of
+from peakcast.doors.questions import question, translation_of
 from peakcast.jobs.conventions import assumed_versions, conventions, unmodelled_versions
 from peakcast.web.asking import PageState, answered
 from peakcast.web.links import from_query, to_query
@@ -300,6 +301,17 @@ def test_forms_and_megatrons_command_line_take_them_too() -> None:
     job = from_arguments([*words, "--max-position-embeddings", "128", "--vocab-size", "128"], {}, 1, asked).job
     assert job.versions == {"ngc_pytorch": "25.10"}
     assert torch_release(job.versions) == (2, 9, 0)
+
+
+def test_a_run_about_to_start_has_what_is_installed_unless_its_job_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"transformers": "4.45.2", "trl": "0.9"}
+    monkeypatch.setattr("peakcast.dialects.common.asked_versions.installed", lambda: here)
+    run = {"config": "llama-3.2-1b", "training_arguments": {"bf16": True}}
+    for own, version in ({}, "4.45.2"), ({"transformers": "5.17.0"}, "5.17.0"), ({"ngc_pytorch": "25.10"}, None):
+        asked = question({"huggingface": {**run, "versions": own}}, "H100-80GB", versions=OF_THIS_RUN)
+        assert asked.job.versions.get("transformers") == version
+    found = peakcast.preflight({"huggingface": run}, "H100-80GB", say=list)
+    assert "Versions are those installed here: transformers 4.45.2, trl 0.9." in found.assumptions
 
 
 def test_two_sources_of_versions_are_refused() -> None:

@@ -14,7 +14,7 @@ from peakcast.core.bounded import is_file
 from peakcast.core.errors import SpecError, near_misses
 from peakcast.core.units import GIB
 from peakcast.core.versions import check_versions
-from peakcast.dialects.common.asked_versions import with_versions
+from peakcast.dialects.common.asked_versions import NO_VERSIONS, AskedVersions, with_versions
 from peakcast.dialects.common.foreign import foreign
 from peakcast.dialects.common.pasted import documents
 from peakcast.dialects.common.text import ENDINGS
@@ -57,11 +57,12 @@ def question(
     *,
     host_memory_gib: float | None = None,
     gpus_per_node: int | None = None,
+    versions: AskedVersions = NO_VERSIONS,
 ) -> Question:
-    """The question about `job`, given in any form that `translation_of` reads. Nodes have `gpus_per_node` GPUs (None: 8)
-    and `host_memory_gib` of memory (None: not known). Raises: SpecError or CatalogError."""
+    """The question about `job`, given in any form that `translation_of` reads, with these `versions`. Nodes have
+    `gpus_per_node` GPUs (None: 8) and `host_memory_gib` of memory (None: not known). Raises: SpecError or CatalogError."""
     device = on_node(gpu if isinstance(gpu, Device) else catalog.gpu(gpu), host_memory_gib, gpus_per_node)
-    translation = translation_of(job)
+    translation = translation_of(job, ReadOptions(versions=versions))
     return Question(translation=translation, device=device, rank=rank_number(rank, translation.job))
 
 

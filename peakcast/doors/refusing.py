@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +18,10 @@ from peakcast import catalog
 from peakcast.answers.remarks import verdict_reason, verdict_words
 from peakcast.catalog import Device
 from peakcast.core.errors import DoesNotFitError, SpecError
+from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import format_gib
+from peakcast.core.versions import check_versions
+from peakcast.dialects.common.asked_versions import OF_THIS_RUN
 from peakcast.doors.answering import answer
 from peakcast.doors.doctor import known_gpu
 from peakcast.doors.questions import Question, question
@@ -40,9 +44,10 @@ def preflight(
 
     `job`: all that `peakcast.predict` takes. In a mapping of the form `{"huggingface": {...}}` the values may be objects
     of the script itself: a config of transformers, TrainingArguments or a config of TRL's, a config of peft; `num_gpus` is
-    then WORLD_SIZE, unless it is given. `gpu`: a GPU type (None: that of this machine). `refuse`: whether to raise an
-    error; if it is None, the environment variable PEAKCAST_PREFLIGHT decides: `refuse` (the default), `warn` or `off`.
-    `say` is called with the line; without it the first rank prints it. A run that may or may not fit is never refused.
+    then WORLD_SIZE, unless it is given. Packages whose versions the job does not name have those installed here. `gpu`: a
+    GPU type (None: that of this machine). `refuse`: whether to raise an error; if it is None, the environment variable
+    PEAKCAST_PREFLIGHT decides: `refuse` (the default), `warn` or `off`. `say` is called with the line; without it the
+    first rank prints it. A run that may or may not fit is never refused.
 
     Returns: the prediction, or None if PEAKCAST_PREFLIGHT=off. Raises: DoesNotFitError, whose `prediction` says why;
     SpecError or CatalogError for a job that cannot be predicted.
@@ -50,7 +55,7 @@ def preflight(
     chosen = mode_of(refuse, "refuse")
     if chosen == "off":
         return None
-    asked = question(in_plain_values(job), device_at(gpu))
+    asked = question(in_plain_values(job), device_at(gpu), versions=OF_THIS_RUN)
     prediction = answer(asked)
     verdict = f"{verdict_words(prediction)} on {asked.device.name}: {verdict_reason(prediction)}"
     (say or print_on_first_rank)(f"peakcast: {verdict}")
@@ -136,7 +141,6 @@ def trl_program(arguments: type) -> str:
 
 def _run_of_trl(form: Mapping[str, Any], program: str) -> Translation:
     """The run of `program` that the `huggingface` mapping `form` describes. Raises: SpecError."""
-    from peakcast.dialects.common.asked_versions import asked_versions
     from peakcast.dialects.common.pasted import Pasted
     from peakcast.dialects.huggingface.trainer import from_trl
 
@@ -154,7 +158,7 @@ def _run_of_trl(form: Mapping[str, Any], program: str) -> Translation:
         model=network if isinstance(network, str) else None,
         num_gpus=form["num_gpus"],
         program=program,
-        versions=asked_versions(form.get("versions")),
+        versions=replace(OF_THIS_RUN, given=FrozenMapping(check_versions(form.get("versions") or {}))),
     )
     return from_trl(pasted)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from peakcast.answers.remarks import bar_text, compared_text, verdict_words
 from peakcast.catalog import Device
 from peakcast.core.errors import DoesNotFitError, PeakcastError
+from peakcast.dialects.common.asked_versions import OF_THIS_RUN
 from peakcast.dialects.huggingface.post_training import sequences_per_sample
 from peakcast.doors.answering import answer
 from peakcast.doors.proposing import check_snapshot_path
@@ -79,7 +80,7 @@ class Watch:
         Raises: SpecError or CatalogError, also if no GPU is named and this machine has none; DoesNotFitError if runs that
         surely do not fit are to be refused.
         """
-        self.question = question(in_plain_values(job, program), device_at(self._gpu))
+        self.question = question(in_plain_values(job, program), device_at(self._gpu), versions=OF_THIS_RUN)
         self.prediction = answer(self.question)
         bar = self.prediction.peak_allocated_bytes
         verdict = f"{verdict_words(self.prediction)} on {self.question.device.name}"

@@ -21,12 +21,16 @@ class AskedVersions:
     """Package -> version as asked for; they override those of a configuration."""
     here: bool = False
     """Whether the versions installed here are used for all other packages."""
+    unless_named: bool = False
+    """Whether those installed here are used only where the job itself names none."""
 
     def of(self, framework: str, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The versions of a job: `own`, those of its configuration or dialect, overridden by those that the question gives.
         If `here`, the installed versions of the packages of `framework` are added; that of a stack only if `own` names the
-        stack."""
+        stack. With `unless_named` those that `own` names stay."""
         own = own or {}
+        if self.unless_named and CONTAINER in own:
+            return {**own, **self.given}
         known = packages_of(framework)
         if any(stack in own for stack in OWN_NETWORK_STACKS):
             known -= {"transformers"}
@@ -35,13 +39,15 @@ class AskedVersions:
             for name, version in (installed() if self.here else {}).items()
             if name in known and (name not in STACKS or name in own)
         }
-        return {**own, **here, **self.given}
+        return {**own, **here, **(own if self.unless_named else {}), **self.given}
 
     def __bool__(self) -> bool:
         return self.here or bool(self.given)
 
 
 NO_VERSIONS = AskedVersions()
+OF_THIS_RUN = AskedVersions(here=True, unless_named=True)
+"""Those of a run that is about to start in this process."""
 
 
 def asked_versions(versions: object = None, container: str | None = None, here: bool | None = False) -> AskedVersions:
@@ -71,7 +77,8 @@ def with_versions(translation: Translation, asked: AskedVersions) -> Translation
     )
     remarks = translation.assumptions
     if asked.here:
-        found = [f"{name} {version}" for name, version in versions.items() if name not in asked.given]
+        here = installed()
+        found = [f"{name} {version}" for name, version in versions.items() if here.get(name) == version]
         said = f"Versions are those installed here: {', '.join(found) or 'none that matter'}."
         remarks = (*remarks, *([said] if said not in remarks else []))
     return replace(translation, assumptions=remarks)
