@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gc
 import importlib.util
 import logging
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -128,6 +130,27 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     logging.getLogger("alembic").setLevel(logging.ERROR)
     Tracker(folder)._client.search_experiments()
     return folder
+
+
+@pytest.fixture(scope="session")
+def served() -> Callable[[Any], contextlib.AbstractContextManager[int]]:
+    """Gives a context with the port at which this process serves an ASGI application."""
+
+    @contextlib.contextmanager
+    def context(application: Any) -> Iterator[int]:
+        import uvicorn
+
+        server = uvicorn.Server(uvicorn.Config(application, host="127.0.0.1", port=0, log_level="error"))
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started and thread.is_alive():
+            thread.join(0.05)
+        yield server.servers[0].sockets[0].getsockname()[1]
+        server.should_exit = True
+        thread.join(10)
+        gc.collect()  # event loops of Gradio's, here where their warnings are passed over
+
+    return context
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -140,32 +139,18 @@ def running(command, environment, folder, port, path):
         process.wait(timeout=30)
 
 
-@contextmanager
-def served_here(folder):
-    """A context with the port of MLflow's server of the model in `folder`, which runs in this process."""
-    import mlflow.pyfunc
-    import uvicorn
-    from mlflow.pyfunc import scoring_server
-
-    application = scoring_server.init(mlflow.pyfunc.load_model(str(folder)))
-    server = uvicorn.Server(uvicorn.Config(application, host="127.0.0.1", port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        thread.join(0.05)
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    thread.join(10)
-
-
 @pytest.fixture(scope="module", params=["here", pytest.param("as a user starts it", marks=pytest.mark.whole)])
-def server(request, tmp_path_factory, empty_store):
+def server(request, tmp_path_factory, empty_store, served):
     """The port of a server of the model; in the whole lane also of the registered one, started as a user would start it,
     which takes ten seconds."""
     if request.param == "here":
+        import mlflow.pyfunc
+        from mlflow.pyfunc import scoring_server
+
         from peakcast import tracking
 
-        with served_here(tracking._save_model(tmp_path_factory.mktemp("model"), CALIBRATION)) as port:
+        model = mlflow.pyfunc.load_model(str(tracking._save_model(tmp_path_factory.mktemp("model"), CALIBRATION)))
+        with served(scoring_server.init(model)) as port:
             yield port
         return
     folder = tmp_path_factory.mktemp("served") / "store"

@@ -1,8 +1,6 @@
 """The page in a real browser, at desktop and phone width, with mouse and with the keyboard alone."""
 
-import gc
 import shutil
-import threading
 from contextlib import contextmanager
 
 import pytest
@@ -18,23 +16,14 @@ SIZES = {"desktop": {"width": 1280, "height": 900}, "phone": {"width": 390, "hei
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
+def address(tmp_path_factory, served):
     """The address of a served page, with reports beside it."""
-    import uvicorn
-
     from peakcast.web.server import application
 
     reports = tmp_path_factory.mktemp("reports")
     (reports / "index.html").write_text("<!doctype html><title>accuracy</title><h1>How accurate peakcast is</h1>")
-    server = uvicorn.Server(uvicorn.Config(application(reports), host="127.0.0.1", port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        thread.join(0.05)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
-    server.should_exit = True
-    thread.join(10)
-    gc.collect()  # Gradio's event loops, here where their warnings are passed over
+    with served(application(reports)) as port:
+        yield f"http://127.0.0.1:{port}/"
 
 
 @pytest.fixture(scope="module")

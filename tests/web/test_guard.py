@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import http.client
 import json
-import threading
 import time
 
 import pytest
@@ -15,20 +13,11 @@ pytestmark = [pytest.mark.needs("gradio"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
-def port():
-    import uvicorn
-
+def port(served):
     from peakcast.web.server import application
 
-    server = uvicorn.Server(uvicorn.Config(application(None), host="127.0.0.1", port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        thread.join(0.05)
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    thread.join(10)
-    gc.collect()  # Gradio's event loops, here where their warnings are passed over
+    with served(application(None)) as port:
+        yield port
 
 
 def asked(port, method, path, headers=(), body=None):
