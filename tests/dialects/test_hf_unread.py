@@ -40,6 +40,17 @@ def test_an_unknown_family_without_a_recipe_is_counted_as_a_llama_and_the_answer
     assert not any("are not read" in warning for warning in plain.warnings)
 
 
+def test_a_family_that_recipes_come_with_is_no_misspelt_one() -> None:
+    def warned(family: str) -> str:
+        network = {**OTHER, "model_type": family, "hidden_act": "never heard of"}
+        return " ".join(api.predict({"architecture": network}, "H100-80GB").warnings)
+
+    assert "did you mean 'bert'?" in warned("apertu")
+    known = warned("apertus")
+    assert "the nearest that comes with peakcast is" in known
+    assert "did you mean" not in known
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -10,7 +10,6 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.core.findings import FAILS, LESS, MORE, Finding, found
 from peakcast.core.versions import NEWEST, release
 from peakcast.dialects.common.own_networks import TRANSFORMERS, library_of, own_network
-from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions, mixes_precision
 from peakcast.jobs.images import sees_images
 from peakcast.jobs.spec import TrainingJob
@@ -49,7 +48,7 @@ def no_recipe(job: TrainingJob) -> str:
 def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
     """Findings about what differs from the recording, for a job that needs a recipe."""
     if reason := no_recipe(job):
-        return (found(f"{_wanting(job)}, and {reason}{_instead(job.architecture)}", "architecture"),)
+        return (found(f"{_wanting(job)}, and {reason}{_instead(job)}", "architecture"),)
     return (*lacked_kernels(job), *with_other_kernels(job), *_otherwise_placed(job))
 
 
@@ -214,13 +213,15 @@ def _wanting(job: TrainingJob) -> str:
     return f"model_type={architecture.model_type!r} is no family of the ledger"
 
 
-def _instead(architecture: Architecture) -> str:
-    """What is used in place of a recipe, and which keys of the configuration that ignores."""
+def _instead(job: TrainingJob) -> str:
+    """What is used in place of a recipe, and which keys of the configuration that ignores. A family that recipes come with
+    is no misspelt one."""
+    architecture = job.architecture
     if architecture.kind == "multimodal":
         return "; its language model alone is counted, without images and without its vision tower."
     if family(architecture.model_type) is not None:
         return "; the ledger's own blocks answer."
-    near = near_misses(architecture.model_type, model_types()) or "."
+    near = "." if nearest_shipped(job) else near_misses(architecture.model_type, model_types()) or "."
     if architecture.kind == "undescribed":
         return near
     unread = left_out_of(json.loads(architecture.configuration)).keys if architecture.configuration else ()
