@@ -17,7 +17,14 @@ from peakcast.core.versions import compare
 from peakcast.dialects.common.generation import Generation
 from peakcast.dialects.common.mesh import with_shared_sequences
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, states_direction
+from peakcast.dialects.common.translation import (
+    Notes,
+    Settings,
+    Translation,
+    note_two_layers,
+    note_unsupported,
+    states_direction,
+)
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.dialects.verl_megatron import megatron_job
@@ -255,6 +262,8 @@ def _note_unmodelled(settings: Settings, inside: str, model: str) -> None:
         settings.notes.unsupported.append(
             "The entropy of all logits (entropy_coeff) is not modelled.", "entropy_coeff", "more"
         )
+    if settings.switch(f"{model}enable_activation_offload"):
+        note_two_layers(settings.notes, settings.spell(f"{model}enable_activation_offload"))
     for key in ("entropy_checkpointing", "entropy_from_logits_with_chunking", "use_torch_compile"):
         settings.given(f"{inside}{key}")
 

@@ -300,7 +300,8 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
         training["use_liger_kernel"] = True
     if not settings.given("optim"):
         training["optim"] = "adamw_torch"
-        settings.notes.assumptions.append("optim is not given; the default of transformers 4 is adamw_torch.")
+        if not any(settings.switch(key) for key in OPTIMIZERS):
+            settings.notes.assumptions.append("optim is not given; the default of transformers 4 is adamw_torch.")
     for key, name in OPTIMIZERS.items():
         if settings.switch(key):
             training["optim"] = name

@@ -60,6 +60,10 @@ OWN = re.compile(
 """Keys that are not flags of Megatron, and that do not affect a step's memory or are read here."""
 
 
+CHECKPOINTS = ("mcore_model", "load")
+"""Keys for a checkpoint of Megatron's, whose args.json names the network (ms-swift 4 and 3)."""
+
+
 def from_swift_megatron(pasted: Pasted) -> Translation:
     """The job of an ms-swift command or file for Megatron. Raises: SpecError naming the key, its value, the rule and the
     way out."""
@@ -68,6 +72,8 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
     given = values.get("ENV")
     environment: dict[str, Any] = given if isinstance(given, dict) else {}
     settings = Settings(values, notes, "ms-swift")
+    if pasted.model is None and settings.raw("model") is None and (key := next(filter(settings.raw, CHECKPOINTS), "")):
+        raise settings.refuse(key, "is a checkpoint of Megatron's, which is not read; name its network by --model")
     named = settings.model(pasted.model, "model", what="the model's id, its folder, or its config.json")
     if "rlhf_type" in values or pasted.program.endswith("rlhf"):
         raise _no_rlhf(settings)
