@@ -42,3 +42,12 @@ def test_a_checkpoint_of_megatrons_does_not_name_the_network(key):
     with pytest.raises(SpecError, match=f"{key}='qwen3-8b-mcore' is a checkpoint of Megatron's.*by --model"):
         translation_of(command + "\n")
     assert translation_of(f"{command} --model qwen3-8b\n").job.architecture.name == "qwen3-8b"
+
+
+@pytest.mark.parametrize(("key", "direction"), [("modules_to_save embed_tokens", "more"), ("target_regex a.*", "either")])
+def test_what_is_trained_beside_adapters_under_megatron_needs_more(key, direction):
+    command = "NPROC_PER_NODE=8 megatron sft --model qwen3-8b --train_type lora --max_length 512"
+    read = translation_of(f"{command} --{key}\n")
+    assert [each.direction for each in read.findings if each.parameter == key.split()[0]] == [direction]
+    buckets = translation_of(f"{command} --ddp_bucket_size 1000000 --ddp_timeout 60\n")
+    assert "ddp_bucket_size" not in buckets.ignored

@@ -182,7 +182,7 @@ def _job(run: _Run, options: dict[str, Any]) -> TrainingJob:
         attention=attention,
         activation_checkpointing=_checkpointing(training, run.shards, run.is_modern),
         loss=Loss(fused_linear_cross_entropy=_liger(training, options)),
-        compile=training.switch("torch_compile"),
+        compile=training.switch("torch_compile") or any(training.text(key) for key in keys.COMPILING),
         parallelism=parallelism,
         offload=offload,
     )

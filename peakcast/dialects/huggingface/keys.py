@@ -111,6 +111,8 @@ IGNORED_TRAINING = _words("""
     fast_inference float8_kv_cache full_finetuning gpu_memory_utilization max_lora_rank token
     use_legacy_prediction_loop warmup_ratio warmup_steps weight_decay
 """)
+COMPILING = ("torch_compile_backend", "torch_compile_mode")
+"""Training arguments that switch `torch_compile` on (transformers 5 training_args.py `__post_init__`)."""
 UNLESS: dict[str, tuple[tuple[str, ...], str]] = {
     "torch_compile_mode": (("default",), "Compilation in another mode, which may record CUDA graphs,"),
     "torch_compile_backend": (("inductor",), "Compilation by another backend"),

@@ -37,6 +37,8 @@ TRAINING = {
     "packing": "packing",
     "optim": "optim",
     "torch_compile": "torch_compile",
+    "torch_compile_backend": "torch_compile_backend",
+    "torch_compile_mode": "torch_compile_mode",
     "fsdp": "fsdp",
     "fsdp_config": "fsdp_config",
     "auto_find_batch_size": "auto_find_batch_size",
