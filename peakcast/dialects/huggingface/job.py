@@ -121,7 +121,7 @@ def from_huggingface(
     versions = check_versions(versions or {})
     unsloths = is_unsloths(versions, training_arguments, peft)
     if unsloths and isinstance(training_arguments or {}, Mapping) and isinstance(peft or {}, Mapping):
-        training_arguments, peft = in_words_of_the_trainer(training_arguments, peft)
+        training_arguments, peft = in_words_of_the_trainer(training_arguments, peft, notes)
         versions = {"unsloth": NEWEST_UNSLOTH, **versions}
     architecture = resolve_architecture(config)
     note_network(config, notes)

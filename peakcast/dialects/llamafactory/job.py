@@ -181,7 +181,7 @@ def _finetuning_type(settings: Settings) -> str:
     """lora, full or oft. Raises: SpecError for what trains other parts of the network."""
     kind = settings.one_of("finetuning_type", "lora", ("lora", "full", "freeze", "oft"))
     if kind == "freeze":
-        raise settings.refuse("finetuning_type", "is not modelled; lora, oft and full are")
+        raise settings.refuse("finetuning_type", "is not modelled; lora, oft and full are, and full needs more than it")
     if settings.switch("use_badam"):
         raise settings.refuse(
             "use_badam",
