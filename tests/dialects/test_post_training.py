@@ -159,14 +159,17 @@ def test_a_mini_batch_of_verl_is_of_prompts_with_several_completions_each():
     ]
 
 
-def test_ring_attention_of_openrlhf_needs_less_than_the_answer():
+def test_ranks_of_openrlhfs_ring_share_rows():
+    """openrlhf models/ring_attn_utils.py: each rank passes its part of the packed tokens."""
     command = (
         "deepspeed --module openrlhf.cli.train_dpo --pretrain llama-3-8b --micro_train_batch_size 1 --max_len 8192 "
         "--zero_stage 3 --bf16 --ring_attn_size {}\n"
     )
-    found = [translation_of(command.format(size)).findings for size in (1, 2)]
-    said = [[each.direction for each in some if "Ring" in each.sentence] for some in found]
-    assert said == [[], ["less"]]
+    found = [translation_of(command.format(size)) for size in (1, 2)]
+    said = [[each.direction for each in some.findings if each.parameter == "ring_attn_size"] for some in found]
+    assert said == [[], ["more"]]
+    jobs = [each.job for each in found]
+    assert [(job.sequence_length, job.gradient_accumulation_steps) for job in jobs] == [(8192, 16), (4096, 32)]
 
 
 def test_openrlhfs_distillation_is_refused_and_its_newer_flag_of_the_model_read():
