@@ -16,7 +16,7 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Notes, Settings, Translation, note_widened_ends, words
+from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, note_widened_ends, words
 from peakcast.dialects.huggingface.accelerate import launcher_beside
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
@@ -30,6 +30,15 @@ REINFORCES = words("""
 """Keys that only open-instruct's GRPO, PPO and online DPO have."""
 PREFERENCES = {"dpo_tune": False, "dpo_tune_cache": True, "dpo": True}
 """Programs of DPO -> whether they compute the reference's log-probabilities before training."""
+OLMO_CORE = "dpo"
+"""The program that trains OLMo-core's network under its FSDP2 (open_instruct/dpo.py c4b10fc1)."""
+DEGREES = {
+    "tensor_parallel_degree": "OLMo-core's tensor parallelism",
+    "context_parallel_degree": "OLMo-core's context parallelism",
+    "pipeline_parallel_degree": "OLMo-core's pipeline parallelism",
+}  # fmt: skip
+NODE = 8
+"""GPUs of a node; OLMo-core shards within one and replicates over nodes unless `shard_degree` or `num_replicas` says."""
 ATTENTION = {"auto": "flash_attention_2", "flash_2": "flash_attention_2", "flash_3": "flash_attention_2", "torch": "sdpa"}
 """OLMo-core's attention (`attn_backend` of its dpo.py), with the kernel whose memory is counted for it."""
 SUPERVISED = ("", "finetune")
@@ -39,6 +48,9 @@ IGNORED = re.compile(
     r"|with_tracking|report_to|wandb_.*|logging_steps|checkpointing_steps|keep_last_n_checkpoints|max_train_(steps|samples)"
     r"|push_to_hub|hf_.*|save_to_hub|try_.*|gs_bucket_path|oe_eval_.*|run_name|do_not_randomize_output_dir|timeout"
     r"|overwrite_cache|num_epochs|reference_logprobs_cache_path|resume_from_checkpoint|cache_dataset_only|clip_grad_norm|low_cpu_mem_usage|dpo_.*"
+    r"|beta|loss_type|gamma_beta_ratio|label_smoothing|concatenated_forward|profiling|max_grad_norm|add_seed_and_date_to_exp_name|eval_\w+"
+    r"|transform_fn|target_columns|cache_mode|local_cache_dir|skip_cache|config_hash|sync_each_batch|cache_logprobs_only|(no_)?compile_model"
+    r"|config_name"
 )
 
 
@@ -61,20 +73,27 @@ def from_open_instruct(pasted: Pasted) -> Translation:
     peft = _adapters(settings) if adapters else None
     training = _training(settings, quantised=quantised, adapters=adapters)
     launcher = launcher_beside(pasted, notes)
+    program, num_gpus, fsdp = Path(pasted.program).stem, launcher.gpus(pasted, notes), launcher.fsdp
+    _packing(settings, training, program)
+    if program == OLMO_CORE and num_gpus > 1:
+        fsdp = {"fsdp_version": 2}
     translation = from_huggingface(
         model,
         training,
         peft,
         launcher.deepspeed,
-        launcher.fsdp,
-        launcher.gpus(pasted, notes),
+        fsdp,
+        num_gpus,
         versions=pasted.versions.of("huggingface"),
+        widens_for_fsdp2=program != OLMO_CORE,
     )
     job = notes.include(translation)
     if job.framework == "huggingface":  # the loop's variable `outputs` keeps them until its next assignment
         options = {**job.framework_options, "outputs_dropped": False}
         job = job.replace(framework_options=FrozenMapping(options))
-    job = _with_loss(job, Path(pasted.program).stem, settings)
+    job = _with_loss(job, program, settings)
+    if program == OLMO_CORE:
+        job = _with_olmo_core(job, settings)
     settings.note_left(IGNORED)
     return notes.finish(job)
 
@@ -90,14 +109,55 @@ def _with_loss(job: TrainingJob, program: str, settings: Settings) -> TrainingJo
         notes.unsupported.append(
             f"{program}.py of open-instruct is not known here; supervised fine-tuning (finetune.py) is assumed.", "program"
         )
-    if program == "dpo":
-        notes.unsupported.append(
-            "open-instruct's dpo.py trains OLMo-core's network; transformers' is assumed, under FSDP2 on several GPUs.",
-            "program",
-        )
-        if job.parallelism.data_parallel_size > 1:
-            job = job.replace(parallelism=replace(job.parallelism, sharding="fsdp2"))
     return job
+
+
+def _packing(settings: Settings, training: dict[str, Any], program: str) -> None:
+    """Put into `training` that samples are joined in a row without padding: a whole micro-batch of them, or, for
+    OLMo-core's network, as many as `max_seq_length` holds, of chosen and of rejected ones each (padding_free_collator.py
+    005366f7, `max_seq_length`)."""
+    if not settings.switch("packing"):
+        return
+    if program != OLMO_CORE:
+        training["padding_free"] = True
+        return
+    training["per_device_train_batch_size"] = 1
+    settings.notes.assumptions.append(
+        "packing fills one row of max_seq_length tokens with chosen samples and one with rejected ones, as open-instruct's "
+        "newest dpo.py does, whatever per_device_train_batch_size is; its first releases joined that many samples."
+    )
+
+
+def _with_olmo_core(job: TrainingJob, settings: Settings) -> TrainingJob:
+    """`job` in the layout of OLMo-core's trainer, with notes about what else differs."""
+    notes = settings.notes
+    notes.unsupported.append(
+        "open-instruct's dpo.py trains OLMo-core's network; transformers' is assumed, under FSDP2 on several GPUs, with "
+        "weights and states in bfloat16, which its newest releases keep in float32.",
+        "program",
+        "more",
+    )
+    note_unsupported(settings, DEGREES, "less")
+    budget = settings.number("activation_memory_budget", 1)
+    compiles = settings.switch("compile_model", True) and not settings.switch("no_compile_model")
+    if budget is not None and budget < 1 and compiles:  # ac_config of open_instruct/dpo.py
+        notes.unsupported.append(
+            f"What compiled layers recompute to keep {budget:g} of their activations (activation_memory_budget) is not "
+            "modelled.",
+            "activation_memory_budget",
+            "less",
+        )
+    ranks = job.parallelism.data_parallel_size
+    replicas, group = settings.integer("num_replicas"), settings.integer("shard_degree")
+    if group is None and replicas is None and ranks > NODE:
+        group = NODE
+        notes.assumptions.append(f"OLMo-core shards over the {NODE} GPUs of a node, and nodes hold replicas.")
+    group = group or ranks // (replicas or 1)
+    if not 1 < group < ranks:
+        return job
+    options = {**job.framework_options, "shard_group_size": group}
+    layout = replace(job.parallelism, sharding="hsdp")
+    return job.replace(parallelism=layout, framework_options=FrozenMapping(options))
 
 
 def _adapters(settings: Settings) -> dict[str, Any]:

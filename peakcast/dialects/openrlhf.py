@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from peakcast.dialects.common.generation import Generation
+from peakcast.dialects.common.mesh import with_shared_sequences
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import (
     AlternativeReading,
@@ -51,28 +52,24 @@ IGNORED = re.compile(
 def from_openrlhf(pasted: Pasted) -> Translation:
     """The job of an OpenRLHF command. Raises: SpecError naming the flag, its value, the rule and the way out."""
     notes = Notes()
-    settings = Settings({str(key).replace("-", "_"): value for key, value in pasted.values.items()}, notes, "OpenRLHF")
+    values = {str(key).replace("-", "_"): value for key, value in pasted.values.items()}
+    settings = Settings(values, notes, "OpenRLHF")
     method = _method(settings, pasted.program)
     model = settings.model(pasted.model, "pretrain", "model_name_or_path")  # the second is its name since 2026
     num_gpus = _gpus(settings, pasted, method)
-    training = _training(settings, num_gpus)
+    training = _training(settings, max(1, num_gpus // (settings.integer("ring_attn_size", 1) or 1)))
     generation = _generation(settings, training) if method == "grpo" else None
     adapter = _adapter(settings, training)
     sure, fsdp = settings.given("zero_stage") or settings.given("backend"), _fsdp2(settings)
     engine = {} if fsdp is not None else _engine(settings)
     note_unsupported(settings, UNSUPPORTED)
-    if (settings.integer("ring_attn_size", 1) or 1) > 1:  # models/ring_attn_utils.py: each rank has a part of the tokens
-        notes.unsupported.append(
-            "Ring attention (ring_attn_size) is not modelled: every rank is counted with all tokens.",
-            "ring_attn_size",
-            "less",
-        )
     note_numbers(settings, COUNTED, "more")
 
     def job_of(under: Notes, *, shards: bool) -> TrainingJob:
         half = {"torch_dtype": "float32"} if shards else {}  # master weights; FSDP2 computes in param_dtype
         given = (model, {**training, **half}, adapter, None if shards else engine, fsdp if shards else None, num_gpus)
         job = under.include(from_huggingface(*given, versions=pasted.versions.of("huggingface")))
+        job = _with_a_ranks_part(job, Settings(values, under, "OpenRLHF"))
         who = "" if method == "sft" else "OpenRLHF (models/actor.py)"
         return with_method(job, method, "the program", under, generation=generation, whole_logits=who)
 
@@ -229,6 +226,16 @@ def _generation(settings: Settings, training: dict[str, Any]) -> Generation:
     refers = settings.number("init_kl_coef", 0.01) != 0 and (together or settings.switch("colocate_actor_ref"))
     held = 0.0 if sleeps else share
     return Generation(sequence_length=length, completion_length=None, refers=refers, other_memory_fraction=held)
+
+
+def _with_a_ranks_part(job: TrainingJob, settings: Settings) -> TrainingJob:
+    """`job` with a rank's part of its rows under ring attention (models/ring_attn_utils.py). Rows that are filled up to a
+    number of tokens for each GPU have that number on each rank."""
+    if not settings.switch("use_dynamic_batch"):
+        return with_shared_sequences(job, settings, "ring_attn_size")
+    what = {"ring_attn_size": "ring attention, and what its exchange holds,"}
+    note_unsupported(settings, what, "more")
+    return job
 
 
 def _with_reference(job: TrainingJob, settings: Settings, notes: Notes, *, shards: bool) -> TrainingJob:

@@ -142,7 +142,7 @@ def _preference(job: TrainingJob, method: str, notes: Notes) -> TrainingJob:
 def _note_unmodelled(settings: Settings) -> None:
     for key in ("use_dora", "model.use_dora"):
         if settings.raw(key):
-            settings.notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled.", key)
+            settings.notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled; LoRA is.", key, "more")
     if settings.raw("quantizer._component_"):
         settings.notes.unsupported.append(
             f"quantizer._component_={settings.raw('quantizer._component_')!r} is not modelled: training for quantisation "

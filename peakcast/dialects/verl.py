@@ -13,9 +13,18 @@ from typing import Any
 
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import flat
+from peakcast.core.versions import compare
 from peakcast.dialects.common.generation import Generation
+from peakcast.dialects.common.mesh import with_shared_sequences
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, states_direction
+from peakcast.dialects.common.translation import (
+    Notes,
+    Settings,
+    Translation,
+    note_two_layers,
+    note_unsupported,
+    states_direction,
+)
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.dialects.verl_megatron import megatron_job
@@ -48,6 +57,8 @@ NEWER_SFT = re.compile(r"(^|[./])sft_trainer(_ray)?(\.py)?$")
 """verl's program of supervised fine-tuning since fsdp_sft_trainer."""
 SFT_SWITCHES = ("data.use_dynamic_bsz", "model.use_remove_padding", "model.enable_gradient_checkpointing")
 """Switches that it has on by default (verl 0.9.1 trainer/config/sft_trainer_engine.yaml, model/hf_model.yaml)."""
+FSDP_SFT_DEFAULTS = {"model.strategy": ("fsdp2", "0.4.0"), "model.enable_gradient_checkpointing": (True, "0.4.1")}
+"""What fsdp_sft_trainer's own file has, since which release (verl 0.3.0, 0.4.0, 0.4.1 trainer/config/sft_trainer.yaml)."""
 DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 
 
@@ -58,17 +69,16 @@ def from_verl(pasted: Pasted) -> Translation:
     values = {str(key).lstrip("+"): None if value in NOT_SET else value for key, value in given}
     settings = Settings(values, notes, "verl")
     updates = any(key.startswith(ROLES) for key in values) or "main_ppo" in pasted.program
-    if not updates and NEWER_SFT.search(pasted.program):
-        taken = [key for key in SFT_SWITCHES if key not in values]
-        notes.assumptions += [f"{key} is not given; verl's sft_trainer takes True." for key in taken]
-        values = {**dict.fromkeys(SFT_SWITCHES, True), **values}
+    if not updates and pasted.program:
+        values = {**_sft_defaults(values, pasted, notes), **values}
         settings = Settings(values, notes, "verl")
     inside = f"{ROLES}.actor." if updates else ""
     model = f"{ROLES}.model." if updates else "model."
     name = settings.model(pasted.model, f"{model}path", f"{model}partial_pretrain")
     num_gpus = _gpus(settings, pasted)
     generation = _generation(settings) if updates else None
-    training = _training(settings, inside, model, num_gpus, generation)
+    shared = max(settings.integer(key, 1) or 1 for key in _ulysses(inside))
+    training = _training(settings, inside, model, max(1, num_gpus // shared), generation)
     section = _megatron(settings, inside, pasted)
     if section:
         job = _megatron_job(settings, section, name, pasted, num_gpus, training)
@@ -76,9 +86,9 @@ def from_verl(pasted: Pasted) -> Translation:
         training["optim"] = _optimizer(settings, inside)
         fsdp = _fsdp(settings, inside, training)
         adapter = _adapter(settings, model)
-        _sequence_parallelism(settings, inside)
         versions = pasted.versions.of("huggingface")
         job = notes.include(from_huggingface(name, training, adapter, None, fsdp, num_gpus, versions=versions))
+        job = _sequence_parallelism(settings, inside, job)
         if generation is not None:
             notes.assumptions.append(
                 "log-probabilities of the reference are made before the update, and its weights are in host memory then."
@@ -87,6 +97,24 @@ def from_verl(pasted: Pasted) -> Translation:
             job = with_method(job, "grpo", "the program", notes, generation=generation, whole_logits=who)
     settings.note_left(IGNORED)
     return notes.finish(job)
+
+
+def _sft_defaults(values: dict[str, Any], pasted: Pasted, notes: Notes) -> dict[str, Any]:
+    """The settings that verl's program of supervised fine-tuning has where `values` does not give them. A file of settings
+    without a program is one of verl's own, and has them all."""
+    if NEWER_SFT.search(pasted.program):
+        taken: dict[str, Any] = {key: True for key in SFT_SWITCHES if key not in values}
+        notes.assumptions += [f"{key} is not given; verl's sft_trainer takes True." for key in taken]
+        return taken
+    first = "data.micro_batch_size" in values and "data.micro_batch_size_per_gpu" not in values  # see `_batch`
+    release = pasted.versions.given.get("verl", "0.2" if first else "main")
+    held = {key: since for key, since in FSDP_SFT_DEFAULTS.items() if key not in values}
+    taken = {key: value for key, (value, since) in held.items() if compare(release, f">={since}")}
+    for key, value in taken.items():
+        notes.assumptions.append(
+            f"{key} is not given; verl takes {value} since {held[key][1]}; for an older release --versions verl=0.3."
+        )
+    return taken
 
 
 def _megatron(settings: Settings, inside: str, pasted: Pasted) -> str:
@@ -234,6 +262,8 @@ def _note_unmodelled(settings: Settings, inside: str, model: str) -> None:
         settings.notes.unsupported.append(
             "The entropy of all logits (entropy_coeff) is not modelled.", "entropy_coeff", "more"
         )
+    if settings.switch(f"{model}enable_activation_offload"):
+        note_two_layers(settings.notes, settings.spell(f"{model}enable_activation_offload"))
     for key in ("entropy_checkpointing", "entropy_from_logits_with_chunking", "use_torch_compile"):
         settings.given(f"{inside}{key}")
 
@@ -283,10 +313,21 @@ def _adapter(settings: Settings, model: str) -> dict[str, Any] | None:
     return adapter | ({"exclude_modules": excluded} if excluded else {})
 
 
-def _sequence_parallelism(settings: Settings, inside: str) -> None:
+def _sequence_parallelism(settings: Settings, inside: str, job: TrainingJob) -> TrainingJob:
+    """`job` with a rank's part of its sequences under Ulysses. A micro-batch that is filled up to a number of tokens for
+    each GPU has that number on each rank (verl 0.6.1 workers/actor/dp_actor.py `max_token_len`)."""
+    names = _ulysses(inside)
+    if not settings.switch(f"{inside}use_dynamic_bsz" if inside else "data.use_dynamic_bsz"):
+        return with_shared_sequences(job, settings, *names)
+    what = "Ulysses sequence parallelism over GPUs, and what its exchange for attention holds,"
+    note_unsupported(settings, dict.fromkeys(names, what))
+    return job
+
+
+def _ulysses(inside: str) -> list[str]:
+    """The keys that may say by how many ranks each sequence is shared."""
     key = "ulysses_sequence_parallel_size"
-    names = (f"{inside}{key}", f"{inside}fsdp_config.{key}", f"engine.{key}", key)
-    note_unsupported(settings, dict.fromkeys(dict.fromkeys(names), "Ulysses sequence parallelism over GPUs"))
+    return list(dict.fromkeys((f"{inside}{key}", f"{inside}fsdp_config.{key}", f"engine.{key}", key)))
 
 
 def _generation(settings: Settings) -> Generation:

@@ -34,6 +34,7 @@ FOUND = {
     "a NeMo RL configuration": [NEMO_RL],
     "a Primus experiment": [PRIMUS],
     "an XTuner configuration": [XTUNER],
+    "an InternEvo configuration": [REFUSED / "internevo.py"],
     "an ms-swift command that trains nothing": [SWIFT],
     "an inference server": [
         "vllm serve meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 2 --gpu-memory-utilization 0.9\n",

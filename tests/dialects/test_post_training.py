@@ -4,7 +4,7 @@ import pytest
 
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
-from peakcast.dialects.common.asked_versions import AskedVersions
+from peakcast.dialects.common.asked_versions import AskedVersions, asked_versions
 from peakcast.dialects.huggingface.batch import LENGTHS_CHANGE
 from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
@@ -101,13 +101,46 @@ def test_hydras_null_is_no_value():
 
 
 def test_verls_newer_program_of_fine_tuning_fills_rows_of_tokens_and_checkpoints():
-    """verl 0.9.1 trainer/config/sft_trainer_engine.yaml and model/hf_model.yaml; its first programs did neither."""
+    """verl 0.9.1 trainer/config/sft_trainer_engine.yaml and model/hf_model.yaml; its first program fills no rows."""
     command = "torchrun --nproc_per_node=8 -m verl.trainer.{} model.{}=qwen3-8b data.micro_batch_size_per_gpu=4\n"
     newer, older = (translation_of(command.format(*words)).job for words in (("sft_trainer", "path"), OLDER))
     assert (newer.micro_batch_size, newer.sequence_length, newer.activation_checkpointing.mode) == (1, 8192, "full")
-    assert (older.micro_batch_size, older.sequence_length, older.activation_checkpointing.mode) == (4, 1024, "none")
+    assert (older.micro_batch_size, older.sequence_length, older.activation_checkpointing.mode) == (4, 1024, "full")
     rows = translation_of(command.format("sft_trainer", "path").rstrip() + " data.use_dynamic_bsz=False\n").job
     assert (rows.micro_batch_size, rows.sequence_length, rows.batch.form) == (4, 1024, "padding_free")
+
+
+@pytest.mark.parametrize(
+    ("release", "sharding", "checkpoints"), [(None, "fsdp2", "full"), ("0.4.0", "fsdp2", "none"), ("0.3", "fsdp1", "none")]
+)
+def test_verls_first_program_of_fine_tuning_has_the_defaults_of_its_release(release, sharding, checkpoints):
+    """verl 0.3.0, 0.4.0 and 0.4.1 trainer/config/sft_trainer.yaml."""
+    command = (
+        "torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=qwen3-8b data.max_length=4096 "
+        "data.micro_batch_size_per_gpu=2 data.train_batch_size=64{}\n"
+    )
+    versions = asked_versions({"verl": release} if release else None)
+    found = translation_of(command.format(""), ReadOptions(versions=versions)).job
+    assert (found.parallelism.sharding, found.activation_checkpointing.mode) == (sharding, checkpoints)
+    said = translation_of(command.format(" model.strategy=fsdp model.enable_gradient_checkpointing=false")).job
+    assert (said.parallelism.sharding, said.activation_checkpointing.mode) == ("fsdp1", "none")
+
+
+def test_ranks_of_ulysses_share_rows_but_not_a_number_of_tokens_for_each_gpu():
+    """verl 0.6.1 trainer/fsdp_sft_trainer.py slices rows over the ranks; workers/actor/dp_actor.py multiplies
+    ppo_max_token_len_per_gpu by their number before."""
+    own = "model.partial_pretrain=qwen3-8b data.max_length=4096 data.micro_batch_size_per_gpu=2 data.train_batch_size=64"
+    shared = "ulysses_sequence_parallel_size=4 use_remove_padding=true"
+    job = translation_of(f"torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer {own} {shared}\n").job
+    assert (job.micro_batch_size, job.sequence_length, job.gradient_accumulation_steps) == (2, 1024, 16)
+    filled = translation_of(
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=qwen3-8b data.max_prompt_length=1024 "
+        "data.max_response_length=3072 actor_rollout_ref.actor.use_dynamic_bsz=true "
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 "
+        "trainer.n_gpus_per_node=8\n"
+    )
+    assert filled.job.sequence_length == 8192
+    assert any("Ulysses" in sentence for sentence in filled.unsupported)
 
 
 def test_a_mini_batch_of_verl_is_of_prompts_with_several_completions_each():
@@ -126,14 +159,17 @@ def test_a_mini_batch_of_verl_is_of_prompts_with_several_completions_each():
     ]
 
 
-def test_ring_attention_of_openrlhf_needs_less_than_the_answer():
+def test_ranks_of_openrlhfs_ring_share_rows():
+    """openrlhf models/ring_attn_utils.py: each rank passes its part of the packed tokens."""
     command = (
         "deepspeed --module openrlhf.cli.train_dpo --pretrain llama-3-8b --micro_train_batch_size 1 --max_len 8192 "
         "--zero_stage 3 --bf16 --ring_attn_size {}\n"
     )
-    found = [translation_of(command.format(size)).findings for size in (1, 2)]
-    said = [[each.direction for each in some if "Ring" in each.sentence] for some in found]
-    assert said == [[], ["less"]]
+    found = [translation_of(command.format(size)) for size in (1, 2)]
+    said = [[each.direction for each in some.findings if each.parameter == "ring_attn_size"] for some in found]
+    assert said == [[], ["more"]]
+    jobs = [each.job for each in found]
+    assert [(job.sequence_length, job.gradient_accumulation_steps) for job in jobs] == [(8192, 16), (4096, 32)]
 
 
 def test_openrlhfs_distillation_is_refused_and_its_newer_flag_of_the_model_read():

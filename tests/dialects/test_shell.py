@@ -22,6 +22,9 @@ SCRIPTS = {
     "else": "if [ 3 -gt 5 ]; then\n A=1\nelif [[ -z $NOPE ]]; then\n A=2\nelse\n A=3\nfi\nshow $A",
     "nested if": "if [ a = b ]; then\n if [ a = a ]; then A=1; fi\nelse\n A=2\nfi\nshow $A",
     "test and": "X=1\n[[ $X -eq 1 ]] && show yes\n[ $X -ne 1 ] || show no",
+    "arithmetic test": "T=2\nN=2\n"
+    "if (( T > 1 && N * T >= 4 )); then A=1; fi\n(( T > 4 )) || show no\n(( N == 2 )) && show $A",
+    "arithmetic assignment": "T=2\n(( N = T * 4 ))\n(( N += 1 ))\nshow $N",
     "append": 'A="x"\nA+=" y"\nA="$A z"\nshow $A',
     "eval": 'C="show --a 1"\neval $C',
     "bash -c": 'C="show --a 1"\nbash -c "$C --b"',
@@ -104,6 +107,16 @@ def test_what_only_running_could_tell_is_passed_over_and_said():
     script = read_script(text)
     assert [command.words for command in script.commands] == [("show", "end")]
     assert len([note for note in script.notes if "is not followed" in note]) == 2
+
+
+@pytest.mark.parametrize(
+    ("condition", "branches"),
+    [("[ -f ds.json ]", ("A=1", "exit 1")), ("[[ ! -e ds.json ]]", ("exit 2", "A=1")), ("(( ${X:?} ))", ("A=1", "exit 1"))],
+)
+def test_a_branch_that_ends_with_an_error_is_not_the_one_that_trains(condition, branches):
+    script = read_script(f"if {condition}; then\n {branches[0]}\nelse\n {branches[1]}\nfi\nshow $A")
+    assert script.commands[-1].words == ("show", "1")
+    assert "as else the script ends with an error" in script.notes[-1]
 
 
 def test_files_that_are_at_hand_are_sourced():
@@ -213,6 +226,11 @@ LAUNCHES = [
         "python mason.py --num_nodes 4 --gpus 8 -- accelerate launch --num_processes 8 open_instruct/finetune.py --bf16",
         "finetune.py",
         32,
+    ),
+    (
+        "python mason.py --num_nodes 2 --gpus 8 -- torchrun --nnodes=2 --nproc_per_node=8 open_instruct/dpo.py --bf16",
+        "dpo.py",
+        16,
     ),
     ("swift export --model a\nNPROC_PER_NODE=4 megatron sft --model a\nswift infer --model b", "megatron sft", None),
     ("uv run --isolated --extra fsdp -m skyrl.train.main a=1", "skyrl.train.main", None),

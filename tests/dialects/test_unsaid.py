@@ -47,3 +47,20 @@ def test_what_accelerate_compiles_is_said() -> None:
 def test_the_buckets_of_ddp_are_read_from_axolotl_too() -> None:
     job = translation_of({**AXOLOTL, "ddp_bucket_cap_mb": 50}, ReadOptions(num_gpus=2)).job
     assert job.framework_options["ddp_bucket_cap_mib"] == 50
+
+
+@pytest.mark.parametrize("more", [{"torch_compile_mode": "default"}, {"torch_compile_backend": "inductor"}])
+def test_a_mode_or_a_backend_of_compilation_switches_it_on(more: dict[str, Any]) -> None:
+    """transformers 5 training_args.py `__post_init__`; axolotl's core/builders/base.py passes both with torch_compile."""
+    assert not translation_of(TRAINER).job.compile
+    assert all(translation_of({**values, **more}).job.compile for values in (TRAINER, FACTORY))
+    assert not translation_of({**AXOLOTL, **more}).job.compile
+    assert translation_of({**AXOLOTL, **more, "torch_compile": True}).job.compile
+
+
+def test_a_checkpoint_that_axolotl_widens_is_what_is_counted() -> None:
+    kept = {"model_quantization_config": "Mxfp4Config"}
+    widened = {**kept, "model_quantization_config_kwargs": {"dequantize": True}}
+    found = [translation_of({**AXOLOTL, **more}).findings for more in (kept, widened)]
+    said = [[each.direction for each in some if each.parameter in widened] for some in found]
+    assert said == [["less"], []]

@@ -40,3 +40,13 @@ def test_importing_unsloth_sets_the_allocator():
     translation = from_huggingface("llama-3.1-8b", arguments, {"r": 16})
     assert translation.job.allocator.expandable_segments
     assert translation.job.allocator.divisions[0] == 256
+
+
+def test_tables_among_the_targets_are_trained_whole():
+    """unsloth models/llama.py `get_peft_model`: embed_tokens and lm_head of target_modules go to modules_to_save."""
+    tables = {**NOTEBOOK, "target_modules": [*NOTEBOOK["target_modules"], "embed_tokens", "lm_head"]}
+    arguments = {"load_in_4bit": True, "max_length": 512, "per_device_train_batch_size": 1}
+    answer = from_huggingface("mistral-7b-v0.3", arguments, tables)
+    assert answer.job.finetuning.targets == tuple(NOTEBOOK["target_modules"])
+    assert answer.job.finetuning.modules_to_save == ("embed_tokens", "lm_head")
+    assert [each.direction for each in answer.findings if each.parameter == "target_modules"] == ["less"]

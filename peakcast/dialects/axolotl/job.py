@@ -26,6 +26,7 @@ from peakcast.dialects.common.translation import (
 )
 from peakcast.dialects.huggingface.accelerate import launcher_with_engine, refuse_twice
 from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.dialects.huggingface.keys import COMPILING
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
@@ -205,6 +206,9 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     if settings.text("torch_compile").lower() == "auto":
         training["torch_compile"] = False
         settings.notes.assumptions.append("torch_compile=auto is treated as off.")
+    elif not settings.switch("torch_compile"):  # core/builders/base.py passes the mode and the backend with it alone
+        for key in COMPILING:
+            training.pop(key, None)
 
 
 def _optimizer_and_loss(settings: Settings, training: dict[str, Any]) -> None:
@@ -282,6 +286,11 @@ def _rest(settings: Settings) -> None:
             settings.notes.unsupported.append(
                 f"{what} needs less than the answer, which is for all of it at once.", key, "less"
             )
+    own = settings.raw("model_quantization_config_kwargs")
+    widened = isinstance(own, Mapping) and str(own.get("dequantize")).lower() == "true"
+    if settings.raw("model_quantization_config") and not widened:
+        sentence = "A checkpoint that is loaded quantized (model_quantization_config) is not modelled; bfloat16 is counted."
+        settings.notes.unsupported.append(sentence, "model_quantization_config", "less")
     for name in ("overrides_of_model_config", "model_config"):
         given = settings.raw(name)
         others = sorted(set(given) - keys.OVERRIDES) if isinstance(given, Mapping) else []

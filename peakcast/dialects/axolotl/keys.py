@@ -65,6 +65,7 @@ KERNELS = {
     "relora": "ReLoRA", "relora_steps": "ReLoRA",
     "lisa_n_layers": "LISA",
     "loraplus_lr_ratio": "LoRA+", "qat": "quantization-aware training", "mora": "MoRA",
+    "use_sonicmoe": "SonicMoE",
     "use_scattermoe": "ScatterMoE", "kd_trainer": "distillation", "llama4_linearized_experts": "linearized experts",
     "tensor_parallel_size": "the Trainer's tensor parallelism together with sharding",
     "context_parallel_size": "what ring-flash-attn keeps and passes on",
@@ -76,7 +77,6 @@ KERNELS = {
     "shrink_embeddings": "a shrunk vocabulary", "unsloth_rope": "Unsloth's kernels",
     "use_kernels": "the use of the hub's kernels",
     "fused_attn_kernel": "the fused attention kernel", "diffusion": "diffusion training", "use_eaft": "EAFT's loss",
-    "model_quantization_config": "a checkpoint that is loaded quantized",
     "quantize_moe_experts": "dequantizing experts that were quantized at load",
 }  # fmt: skip
 """Keys that a job cannot express -> the name of the feature that they switch on."""

@@ -111,6 +111,7 @@ FOREIGN: tuple[Foreign, ...] = (
         ("zero_stage|actor_zero_stage per_device_train_batch_size|per_device_training_batch_size data_split|lora_dim",),
     ),
     Foreign("a Primus experiment", FLAGS, ("modules.pre_trainer", "modules.post_trainer")),
+    Foreign("an InternEvo configuration", JOB, ("hybrid_zero_optimizer parallel",), ("internlm", "internevo")),
     Foreign("an XTuner configuration", JOB, (), ("xtuner", "mmengine")),
     Foreign("an ms-swift command that trains nothing", JOB, (), tuple(f"swift {verb}" for verb in SWIFT)),
     Foreign(
@@ -156,6 +157,8 @@ _PROGRAM = re.compile(
 )
 _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+([A-Za-z_][\w.]*)", re.MULTILINE)
 
+_ASSIGNED = re.compile(r"^([A-Za-z_]\w*)[ \t]*=", re.MULTILINE)
+
 
 def foreign_program(text: str) -> str:
     """The sentence of `foreign` about a program that a script's `text` runs at the beginning of a line."""
@@ -163,8 +166,12 @@ def foreign_program(text: str) -> str:
 
 
 def foreign_python(text: str) -> str:
-    """The sentence of `foreign` about a Python program with this `text`, recognised by its imports."""
-    return next(filter(None, (foreign((), {}, name) for name in _IMPORT.findall(text))), "")
+    """The sentence of `foreign` about a Python program with this `text`, recognised by its imports; without any it is a
+    configuration, and its keys are the names that it sets."""
+    imported = _IMPORT.findall(text)
+    if not imported:
+        return foreign(_ASSIGNED.findall(text), {}, "")
+    return next(filter(None, (foreign((), {}, name) for name in imported)), "")
 
 
 def foreign(keys: Iterable[str], values: Mapping[str, Any], program: str) -> str:

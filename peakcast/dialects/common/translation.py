@@ -305,8 +305,9 @@ def renamed(settings: Settings, names: Mapping[str, str]) -> dict[str, Any]:
     return {name: settings.raw(key) for key, name in names.items() if settings.given(key)}
 
 
-def note_unsupported(settings: Settings, names: Mapping[str, str]) -> None:
-    """Note the keys of `names` that are switched on or have a size other than 1, by the names given there."""
+def note_unsupported(settings: Settings, names: Mapping[str, str], direction: Direction = "either") -> None:
+    """Note the keys of `names` that are switched on or have a size other than 1, by the names given there. `direction`: as
+    for `Said.append`."""
     found: dict[str, list[str]] = {}
     for key, what in names.items():
         value = settings.raw(key)
@@ -314,7 +315,8 @@ def note_unsupported(settings: Settings, names: Mapping[str, str]) -> None:
         if not off and (value is True or value != 1):
             found.setdefault(what, []).append(settings.spell(key))
     for what, keys in found.items():
-        settings.notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({', '.join(keys)}) is not modelled.", keys[0])
+        sentence = f"{what[0].upper()}{what[1:]} ({', '.join(keys)}) is not modelled."
+        settings.notes.unsupported.append(sentence, keys[0], direction)
 
 
 def note_numbers(settings: Settings, names: Mapping[str, str], direction: Direction = "either") -> None:
@@ -322,6 +324,17 @@ def note_numbers(settings: Settings, names: Mapping[str, str], direction: Direct
     for key, what in names.items():
         if settings.number(key, 0):
             settings.notes.unsupported.append(f"{what} ({key}) is not modelled.", key, direction)
+
+
+def note_two_layers(notes: Notes, key: str) -> None:
+    """Note what stays on the GPU where `key` switches on offloading of what layers keep, as verl does it (verl 0.6.1
+    utils/activation_offload.py, which ms-swift 4 took over)."""
+    notes.unsupported.append(
+        f"While one layer's activations are copied ({key}) they stay on the GPU with those of the next, and so do the last "
+        "layer's: about two layers' activations more than the answer, which counts all of them as on the host.",
+        key,
+        "more",
+    )
 
 
 def note_widened_ends(notes: Notes) -> None:

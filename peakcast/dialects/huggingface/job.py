@@ -121,7 +121,7 @@ def from_huggingface(
     versions = check_versions(versions or {})
     unsloths = is_unsloths(versions, training_arguments, peft)
     if unsloths and isinstance(training_arguments or {}, Mapping) and isinstance(peft or {}, Mapping):
-        training_arguments, peft = in_words_of_the_trainer(training_arguments, peft)
+        training_arguments, peft = in_words_of_the_trainer(training_arguments, peft, notes)
         versions = {"unsloth": NEWEST_UNSLOTH, **versions}
     architecture = resolve_architecture(config)
     note_network(config, notes)
@@ -182,7 +182,7 @@ def _job(run: _Run, options: dict[str, Any]) -> TrainingJob:
         attention=attention,
         activation_checkpointing=_checkpointing(training, run.shards, run.is_modern),
         loss=Loss(fused_linear_cross_entropy=_liger(training, options)),
-        compile=training.switch("torch_compile"),
+        compile=training.switch("torch_compile") or any(training.text(key) for key in keys.COMPILING),
         parallelism=parallelism,
         offload=offload,
     )

@@ -108,9 +108,12 @@ IGNORED_TRAINING = _words("""
     skip_memory_metrics tf32 trackio_bucket_id trackio_space_id
     trackio_static_space_id train_sampling_strategy truncation_mode trust_remote_code use_cache use_cpu
     fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap
+    embedding_learning_rate
     fast_inference float8_kv_cache full_finetuning gpu_memory_utilization max_lora_rank token
     use_legacy_prediction_loop warmup_ratio warmup_steps weight_decay
 """)
+COMPILING = ("torch_compile_backend", "torch_compile_mode")
+"""Training arguments that switch `torch_compile` on (transformers 5 training_args.py `__post_init__`)."""
 UNLESS: dict[str, tuple[tuple[str, ...], str]] = {
     "torch_compile_mode": (("default",), "Compilation in another mode, which may record CUDA graphs,"),
     "torch_compile_backend": (("inductor",), "Compilation by another backend"),

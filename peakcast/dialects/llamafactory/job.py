@@ -37,6 +37,8 @@ TRAINING = {
     "packing": "packing",
     "optim": "optim",
     "torch_compile": "torch_compile",
+    "torch_compile_backend": "torch_compile_backend",
+    "torch_compile_mode": "torch_compile_mode",
     "fsdp": "fsdp",
     "fsdp_config": "fsdp_config",
     "auto_find_batch_size": "auto_find_batch_size",
@@ -179,7 +181,7 @@ def _finetuning_type(settings: Settings) -> str:
     """lora, full or oft. Raises: SpecError for what trains other parts of the network."""
     kind = settings.one_of("finetuning_type", "lora", ("lora", "full", "freeze", "oft"))
     if kind == "freeze":
-        raise settings.refuse("finetuning_type", "is not modelled; lora, oft and full are")
+        raise settings.refuse("finetuning_type", "is not modelled; lora, oft and full are, and full needs more than it")
     if settings.switch("use_badam"):
         raise settings.refuse(
             "use_badam",
@@ -300,7 +302,8 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
         training["use_liger_kernel"] = True
     if not settings.given("optim"):
         training["optim"] = "adamw_torch"
-        settings.notes.assumptions.append("optim is not given; the default of transformers 4 is adamw_torch.")
+        if not any(settings.switch(key) for key in OPTIMIZERS):
+            settings.notes.assumptions.append("optim is not given; the default of transformers 4 is adamw_torch.")
     for key, name in OPTIMIZERS.items():
         if settings.switch(key):
             training["optim"] = name

@@ -156,7 +156,8 @@ def _launch(command: ShellCommand) -> Launch | None:
             own, words = _launcher_flags(words)
             launcher |= own
             num_gpus, by = _processes(name, own), name
-            if num_gpus is not None and is_whole(nodes):  # open-instruct's mason.py multiplies num_processes by its nodes
+            whole = any(flag in own for flag in SIZES[name][1])  # the launcher's own --nnodes
+            if num_gpus is not None and is_whole(nodes) and not whole:  # open-instruct's mason.py multiplies num_processes
                 num_gpus *= int(nodes)
         elif name in _CLIS:
             if name == "tune" and words[1:2] == ["run"]:

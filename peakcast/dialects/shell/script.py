@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from peakcast.core.errors import SpecError
+from peakcast.dialects.shell.conditions import ends_with_error, holds, is_condition
 from peakcast.dialects.shell.nested import script_to_run, text_to_run
 from peakcast.dialects.shell.shell_expansion import MAX_CHARACTERS as MAX_CHARACTERS
 from peakcast.dialects.shell.shell_expansion import MOST_NESTED, Variables
 from peakcast.dialects.shell.shell_tree import Node, command_nodes, descendants, joined, named_children, source_of, tree_of
 from peakcast.dialects.shell.slurm import slurm_variables
-from peakcast.dialects.shell.values import calculated, is_whole, tested
+from peakcast.dialects.shell.values import calculated, is_whole
 
 MOST_STEPS = 20_000
 """Most statements that are followed, including repetitions in loops and functions."""
@@ -144,17 +145,18 @@ class _ScriptReader:
     def _compound_statement(self, node: Node) -> None:
         if not source_of(node).startswith("(("):
             self._inside(node)
+        elif not self.variables.assign(source_of(node)[2:-2]):
+            self._not_followed(node)
 
     def _list(self, node: Node) -> None:
         """Follow `a && b` or `a || b`, assuming that every command succeeds."""
         left, right = named_children(node)[0], named_children(node)[-1]
-        if left.type in ("test_command", "negated_command"):
-            holds = self._holds(left)
+        if is_condition(left):
+            answer = self._holds(left)
         else:
             self._follow([left])
-            holds = left.type != "list" or not any(child.type == "test_command" for child in left.named_children)
-            holds = holds or self._holds(left)
-        if holds == any(child.type == "&&" for child in node.children):
+            answer = left.type != "list" or not any(map(is_condition, left.named_children)) or self._holds(left)
+        if answer == any(child.type == "&&" for child in node.children):
             self._follow([right])
 
     def _if_statement(self, node: Node) -> None:
@@ -164,11 +166,27 @@ class _ScriptReader:
             if then is None:
                 continue
             asked = [child for child in branch.children[1:then] if child.is_named and child.type != "comment"]
-            if asked and self._holds(asked[-1]):
-                body = branch.children[then + 1 :]
-                self._follow(child for child in body if child.is_named and child.type not in ("elif_clause", "else_clause"))
+            body = [child for child in branch.children[then + 1 :] if child.is_named and not child.type.endswith("_clause")]
+            others = [child for child in node.named_children if child.type == "else_clause"]
+            if asked and self._chosen(asked[-1], body, others):
+                self._follow(body)
                 return
         self._follow(child for child in node.named_children if child.type == "else_clause")
+
+    def _chosen(self, condition: Node, body: list[Node], others: list[Node]) -> bool:
+        """Whether `body` is what runs where `condition` is asked. A condition that is not known is taken to be such that
+        the script does not end with an error."""
+        known = len(self.script.notes)
+        answer = self._holds(condition)
+        fails = [ends_with_error(nodes) for nodes in (body, others)]
+        if len(self.script.notes) == known or fails[0] == fails[1]:
+            return answer
+        del self.script.notes[known:]
+        shown, how = " ".join(source_of(condition).split())[:60], "not holding" if fails[0] else "holding"
+        self.script.notes.append(
+            f"The script's condition {shown!r} is not known; it is treated as {how}, as else the script ends with an error."
+        )
+        return not fails[0]
 
     def _for_statement(self, node: Node) -> None:
         if node.children[0].type == "select":
@@ -187,7 +205,7 @@ class _ScriptReader:
     def _while_statement(self, node: Node) -> None:
         condition, body = named_children(node)[0], named_children(node)[-1]
         until = node.children[0].type == "until"
-        if condition.type not in ("test_command", "negated_command", "list") and source_of(condition) not in ("true", ":"):
+        if not (is_condition(condition) or condition.type == "list" or source_of(condition) in ("true", ":")):
             self._not_followed(node)
             return
         endless = source_of(condition) in ("true", ":")
@@ -336,26 +354,7 @@ class _ScriptReader:
     # -- conditions ---------------------------------------------------------------------------------------------------
 
     def _holds(self, node: Node) -> bool:
-        """Whether a condition holds. Comparisons of texts and numbers, and combinations of these, are evaluated; anything
-        else counts as false, with a sentence for the user."""
-        inner = [child for child in node.children if child.type not in ("[", "[[", "]", "]]", "(", ")")]
-        kinds = [child.type for child in inner]
-        if node.type in ("test_command", "parenthesized_expression") and len(inner) == 1:
-            return self._holds(inner[0])
-        if kinds[:1] == ["!"] and len(inner) == 2:
-            return not self._holds(inner[1])
-        if len(inner) == 3 and kinds[1] in ("&&", "||"):
-            return all(map(self._holds, inner[::2])) if kinds[1] == "&&" else any(map(self._holds, inner[::2]))
-        words = [self._text(child) for child in inner] if node.type.endswith("_expression") else [self._text(node)]
-        known = None
-        if len(words) == 3 and kinds[2] in ("extglob_pattern", "regex") and words[1] in ("==", "=", "!="):
-            known = fnmatchcase(words[0], words[2]) == (words[1] != "!=")
-        elif node.type.endswith("_expression") or (node.parent is not None and node.parent.type == "test_command"):
-            known = tested(words)
-        if known is None:
-            shown = " ".join(source_of(node).split())[:60]
-            self.script.notes.append(f"The script's condition {shown!r} is not known; it is treated as not holding.")
-        return bool(known)
+        return holds(node, self._text, self.variables.calculation, self.script.notes)
 
     # -- words --------------------------------------------------------------------------------------------------------
 

@@ -153,11 +153,22 @@ class Variables:
         self.defaults_open -= 1
         return text
 
+    def calculation(self, expression: str) -> int | None:
+        """The value of the inside of `((...))`; None if it is not whole-number arithmetic."""
+        names = re.compile(rf"\$?\{{?({NAME})\}}?")
+        return calculated(names.sub(lambda match: self.value(match[1]) or "0", expression))
+
+    def assign(self, expression: str) -> bool:
+        """Set the variable in `name = arithmetic`, the inside of `((...))`; returns whether that is what it is."""
+        match = re.fullmatch(rf"\s*({NAME})\s*([-+*/]?)=(?!=)(.+)", expression, re.DOTALL)
+        value = None if match is None else self.calculation(f"{match[1]}{match[2]}({match[3]})" if match[2] else match[3])
+        if match is not None and value is not None:
+            self.variables[match[1]] = str(value)
+        return value is not None
+
     def _arithmetic(self, expression: str) -> str:
         """The value of `$((...))` as text; "" if it is not whole-number arithmetic."""
-        names = re.compile(rf"\$?\{{?({NAME})\}}?")
-        plain = names.sub(lambda match: self.value(match[1]) or "0", expression)
-        value = calculated(plain)
+        value = self.calculation(expression)
         if value is None:
             self.notes.append(f"The script's $(({expression[:40]})) is not followed.")
         return "" if value is None else str(value)

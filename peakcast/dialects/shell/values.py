@@ -30,7 +30,8 @@ def is_whole(text: str) -> bool:
 
 
 def calculated(expression: str) -> int | None:
-    """The value of whole-number arithmetic with + - * / %, comparisons, `a ? b : c` and brackets; None for any other."""
+    """The value of whole-number arithmetic with + - * / %, comparisons, `&&`, `||`, `a ? b : c` and brackets; None for any
+    other."""
     known = {
         ast.Add: operators.add, ast.Sub: operators.sub, ast.Mult: operators.mul, ast.Div: operators.floordiv,
         ast.FloorDiv: operators.floordiv, ast.Mod: operators.mod, ast.Gt: operators.gt, ast.GtE: operators.ge,
@@ -47,12 +48,16 @@ def calculated(expression: str) -> int | None:
             return -value(node.operand)
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in known:
             return int(known[type(node.ops[0])](value(node.left), value(node.comparators[0])))
+        if isinstance(node, ast.BoolOp):
+            values = [value(each) != 0 for each in node.values]
+            return int(all(values) if isinstance(node.op, ast.And) else any(values))
         if isinstance(node, ast.IfExp):
             return value(node.body if value(node.test) else node.orelse)
         raise ValueError
 
-    if len(expression) > 200 or not re.fullmatch(r"[\d\s+*/%()<>=!?:-]*", expression):
+    if len(expression) > 200 or not re.fullmatch(r"[\d\s+*/%()<>=!?:&|-]*", expression):
         return None
+    expression = expression.replace("&&", " and ").replace("||", " or ")
     expression = re.sub(r"^([^?:]*)\?([^?:]*):([^?:]*)$", r"(\2) if (\1) else (\3)", expression)
     try:
         return value(ast.parse(expression.strip(), mode="eval").body)

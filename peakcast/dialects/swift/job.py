@@ -27,6 +27,7 @@ from peakcast.dialects.common.translation import (
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_beside
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.dialects.swift.sharding import engine_of, put_fsdp
 
 TUNERS = (
     "lora", "full", "adalora", "vera", "boft", "fourierft", "bone", "longlora", "llamapro", "adapter", "reft", "lora_llm",
@@ -50,17 +51,21 @@ ADAPTER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 UNSUPPORTED = {
     "deepspeed_autotp_size": "DeepSpeed's tensor parallelism",
-    "zero_hpz_partition_size": "ZeRO++", "lorap_lr_ratio": "LoRA+", "use_galore": "GaLore",
-    "galore_quantization": "Q-GaLore",
-    "lisa_activated_layers": "LISA", "freeze_parameters": "frozen weights", "freeze_parameters_regex": "frozen weights",
-    "freeze_parameters_ratio": "frozen weights", "trainable_parameters_regex": "frozen weights",
+    "zero_hpz_partition_size": "ZeRO++", "lorap_lr_ratio": "LoRA+",
     "new_special_tokens": "added tokens", "enable_dft_loss": "the DFT loss",
     "target_regex": "adapters by a pattern of names", "device_map": "layers spread over GPUs",
-    "optimizer": "an own optimizer",
-    "use_cce": "cut cross entropy", "enable_channel_loss": "the loss by channels", "use_ray": "Ray's groups of GPUs",
-    "offload_model": "a model that leaves the GPU while it generates", "reward_model": "a reward model",
+    "optimizer": "an own optimizer", "enable_channel_loss": "the loss by channels", "use_ray": "Ray's groups of GPUs",
+    "reward_model": "a reward model",
     "experts_impl": "another implementation of experts", "packing_length": "rows of another length than max_length",
 }  # fmt: skip
+UNSUPPORTED_LESS = {
+    "use_galore": "GaLore", "galore_quantization": "Q-GaLore", "use_cce": "cut cross entropy",
+    "lisa_activated_layers": "LISA", "freeze_parameters": "frozen weights", "freeze_parameters_regex": "frozen weights",
+    "freeze_parameters_ratio": "frozen weights", "trainable_parameters_regex": "frozen weights",
+}  # fmt: skip
+"""What needs less memory than the answer, which is for a run without it."""
+LEAVING = ("offload_model", "offload_optimizer")
+"""What leaves the GPU while vLLM generates, and is back for the update (docs/source_en/Instruction/GRPO, "Colocate")."""
 OWN = re.compile(
     r"(eval|val|cached|custom|split|shuffle|data|logging|save|hub|swanlab|wandb|sglang|lmdeploy|stream|fourier|galore|lisa|reft"
     r"|lora_ga|adalora|boft|vera|llamapro|metric|report|train_dataloader|template|agent|max_new|infer|merge)_?\w*|acc_strategy|norm_bbox"
@@ -105,10 +110,14 @@ def from_swift(pasted: Pasted) -> Translation:
     training = _training(settings, pasted, num_gpus)
     adapter = _adapter(settings, training)
     generation = None
+    if leaving := [key for key in LEAVING if settings.switch(key)]:
+        what = "what leaves the GPU while vLLM generates is back for the update."
+        notes.assumptions.append(f"{' and '.join(leaving)}: {what}")
     if method == "grpo":
         generation = generation_of(Settings(_generation(settings), notes, "ms-swift"), "per_device_train_batch_size")
         training["max_length"] = generation.sequence_length
     note_unsupported(settings, UNSUPPORTED)
+    note_unsupported(settings, UNSUPPORTED_LESS, "less")
     note_numbers(settings, COUNTED, "more")
     _task(settings, training)
     _say_logits(settings, method)
@@ -213,7 +222,7 @@ def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, An
         training["deepspeed"] = engine_of(engine, pasted)
     elif num_gpus > 1 and checkpoints and not settings.given("gradient_checkpointing_kwargs"):
         training["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # the default under DDP
-    _fsdp(settings, training, pasted)
+    put_fsdp(settings, training, pasted)
     return training
 
 
@@ -238,47 +247,6 @@ def _precision(settings: Settings) -> dict[str, Any]:
     given = {key: settings.switch(key) for key in ("bf16", "fp16") if settings.raw(key) is not None}
     # without either: base_args.py `_init_mixed_precision`
     return training | (given or {"fp16" if dtype in ("float16", "float32") else "bf16": True})
-
-
-def engine_of(name: Any, pasted: Pasted) -> Mapping[str, Any]:
-    """The DeepSpeed configuration to which a name such as zero2_offload refers, else that in the file `name`."""
-    match = re.fullmatch(r"(?:default-)?zero([0-3])(_offload)?", str(name))
-    if match is None:
-        return pasted.file(name, "deepspeed", "deepspeed")
-    stage, offloads = int(match[1]), bool(match[2])
-    device = {"device": "cpu" if offloads else "none", "pin_memory": True}
-    zero: dict[str, Any] = {
-        "stage": stage,
-        "offload_optimizer": device,
-        "contiguous_gradients": True,
-        "overlap_comm": False,
-    }
-    if stage == 3:
-        names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-        zero |= {"offload_param": device, "sub_group_size": 1_000_000_000, **dict.fromkeys(names, "auto")}
-    elif stage:
-        zero |= {"reduce_bucket_size": 200_000_000, "allgather_bucket_size": 200_000_000}
-    automatic = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu")
-    half = {"enabled": "auto"}
-    return {"fp16": half, "bf16": half, "zero_optimization": zero, **dict.fromkeys(automatic, "auto")}
-
-
-def _fsdp(settings: Settings, training: dict[str, Any], pasted: Pasted) -> None:
-    """Put FSDP's settings into `training`. `fsdp: fsdp2` also checkpoints activations (swift/config/fsdp2.json); any other
-    value is the name of a file."""
-    name = settings.raw("fsdp")
-    if not name:
-        return
-    if name == "fsdp2":
-        inside: Mapping[str, Any] = {"fsdp_version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
-        training |= {"fsdp": "full_shard auto_wrap", "fsdp_config": inside}
-    elif str(name).endswith(".json"):
-        file = pasted.file(name, "fsdp", "fsdp")
-        training |= {"fsdp": file.get("fsdp", "full_shard auto_wrap"), "fsdp_config": file.get("fsdp_config", {})}
-    else:
-        training["fsdp"] = name
-    if training.get("fsdp_config", {}).get("activation_checkpointing"):
-        training["gradient_checkpointing"] = False
 
 
 def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from peakcast.core.errors import SpecError
+from peakcast.core.findings import Direction
 from peakcast.dialects.common.job_file import note_network, resolve_architecture
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import FALSE, TRUE, Notes, Settings, Translation, note_unsupported
@@ -50,7 +51,7 @@ OWN = re.compile(
     r"|adapter_load|adapters|ref_\w+|beta|loss_type|label_smoothing|f_divergence_type|reference_free|train_type|tuner_type"
     r"|lora_(rank|alpha|dropout|bias|dtype)|use_rslora|target_modules|target_regex|modules_to_save|freeze_(llm|vit|aligner)"
     r"|trainable_parameters\w*|vit_\w+|aligner_lr|gradient_checkpointing_kwargs|task_type|num_labels|problem_type|max_length"
-    r"|attn_impl|max_pixels|norm_bbox|ddp_\w+|initialize_embedding|new_special_tokens|rope_scaling|ENV|manual_gc\w*|mcore_(model|adapter)"
+    r"|attn_impl|max_pixels|norm_bbox|ddp_(timeout|backend|find_unused_parameters|broadcast_buffers|static_graph)|initialize_embedding|new_special_tokens|rope_scaling|ENV|manual_gc\w*|mcore_(model|adapter)"
     r"|train_dataloader_shuffle|data_sharding|group_by_length|data_parallel_random_init|(start|end)_weight_decay|local_rank"
     r"|metric_for_best_model|greater_is_better|distrib_optim_\w+|strict_fsdp_dtensor_load|nccl_comm_warmup|max_shard_size"
     r"|check_model|apply_wd_to_qk_layernorm|enable_channel_loss|mrl_dims|callbacks|skip_megatron_init|use_chat_template"
@@ -58,6 +59,10 @@ OWN = re.compile(
     r"|deterministic_mode|bridge_\w+|ckpt_format|async_save|use_flash_ckpt|ignore_args_error|local_repo_path|init_strategy"
 )
 """Keys that are not flags of Megatron, and that do not affect a step's memory or are read here."""
+
+
+CHECKPOINTS = ("mcore_model", "load")
+"""Keys for a checkpoint of Megatron's, whose args.json names the network (ms-swift 4 and 3)."""
 
 
 def from_swift_megatron(pasted: Pasted) -> Translation:
@@ -68,6 +73,8 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
     given = values.get("ENV")
     environment: dict[str, Any] = given if isinstance(given, dict) else {}
     settings = Settings(values, notes, "ms-swift")
+    if pasted.model is None and settings.raw("model") is None and (key := next(filter(settings.raw, CHECKPOINTS), "")):
+        raise settings.refuse(key, "is a checkpoint of Megatron's, which is not read; name its network by --model")
     named = settings.model(pasted.model, "model", what="the model's id, its folder, or its config.json")
     if "rlhf_type" in values or pasted.program.endswith("rlhf"):
         raise _no_rlhf(settings)
@@ -77,7 +84,8 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
     tuner = settings.one_of("train_type", settings.text("tuner_type", "full"), ("full", "lora", "lora_llm"))
     for key in ("target_regex", "modules_to_save", "trainable_parameters") if tuner != "full" else ():
         if settings.given(key) and settings.raw(key):
-            notes.unsupported.append(f"{key} is not read: adapters are on target_modules alone.", key)
+            way: Direction = "either" if key == "target_regex" else "more"
+            notes.unsupported.append(f"{key} is not read: adapters are on target_modules alone.", key, way)
     flags = _flags(settings, values, routed=network.moe is not None)
     asked = Settings(flags, notes, "ms-swift")
     sizes = [asked.size(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "context", "pipeline_model")]

@@ -1,0 +1,53 @@
+"""ms-swift's own keys: offloading of activations, what leaves the GPU for generation, checkpoints of Megatron's."""
+
+import json
+
+import pytest
+
+from peakcast.core.errors import SpecError
+from peakcast.doors.questions import translation_of
+
+LORA = "NPROC_PER_NODE=2 swift sft --model qwen3-8b --train_type lora --max_length 4096 --gradient_checkpointing false"
+
+
+def test_activations_are_offloaded_by_a_key_of_fsdps_file(tmp_path):
+    """swift/callbacks/activation_cpu_offload.py of ms-swift 4, which is verl's utils/activation_offload.py."""
+    (tmp_path / "own.json").write_text(json.dumps({"fsdp_config": {"fsdp_version": 2, "activation_cpu_offload": True}}))
+    (tmp_path / "run.sh").write_text(f"{LORA} --fsdp own.json\n")
+    read = translation_of(tmp_path / "run.sh")
+    assert (read.job.parallelism.sharding, read.job.offload.activations) == ("fsdp2", True)
+    found = [each for each in read.findings if each.parameter == "activation_cpu_offload"]
+    assert [each.direction for each in found] == ["more"]
+    assert "two layers' activations" in found[0].sentence
+
+
+@pytest.mark.parametrize("key", ["--lisa_activated_layers 2", "--use_galore true", "--freeze_parameters_ratio 0.9"])
+def test_what_trains_less_or_keeps_less_needs_less(key):
+    read = translation_of(f"swift sft --model qwen2.5-7b --train_type full --max_length 512 {key}\n")
+    name = key.split()[0][2:]
+    assert [each.direction for each in read.findings if each.parameter == name] == ["less"]
+
+
+def test_what_leaves_the_gpu_for_generation_is_back_for_the_update():
+    command = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model qwen2.5-7b --train_type full --use_vllm true"
+    read = translation_of(f"{command} --vllm_mode colocate --max_completion_length 512 --offload_optimizer true\n")
+    assert any(said.startswith("offload_optimizer: what leaves the GPU") for said in read.assumptions)
+    assert "offload_optimizer" not in read.unknown
+    assert not read.job.offload.optimizer
+
+
+@pytest.mark.parametrize("key", ["load", "mcore_model"])
+def test_a_checkpoint_of_megatrons_does_not_name_the_network(key):
+    command = f"NPROC_PER_NODE=8 megatron sft --{key} qwen3-8b-mcore --train_type full --max_length 512"
+    with pytest.raises(SpecError, match=f"{key}='qwen3-8b-mcore' is a checkpoint of Megatron's.*by --model"):
+        translation_of(command + "\n")
+    assert translation_of(f"{command} --model qwen3-8b\n").job.architecture.name == "qwen3-8b"
+
+
+@pytest.mark.parametrize(("key", "direction"), [("modules_to_save embed_tokens", "more"), ("target_regex a.*", "either")])
+def test_what_is_trained_beside_adapters_under_megatron_needs_more(key, direction):
+    command = "NPROC_PER_NODE=8 megatron sft --model qwen3-8b --train_type lora --max_length 512"
+    read = translation_of(f"{command} --{key}\n")
+    assert [each.direction for each in read.findings if each.parameter == key.split()[0]] == [direction]
+    buckets = translation_of(f"{command} --ddp_bucket_size 1000000 --ddp_timeout 60\n")
+    assert "ddp_bucket_size" not in buckets.ignored
