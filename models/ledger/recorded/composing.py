@@ -23,7 +23,7 @@ from peakcast.models.ledger.recorded.zero3_modules import RecordedModules
 from peakcast.models.ledger.tape import columns as step_columns
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, BlockRun, Step
-from peakcast.models.ledger.tape.template import Template
+from peakcast.models.ledger.tape.template import NO_OPERATION, Template
 from peakcast.models.ledger.tape.workspaces import training_workspaces
 from peakcast.models.recipes.depth import Deep, place_of
 from peakcast.models.recipes.recipe import Recipe
@@ -180,6 +180,7 @@ class _Network:
             dies_without_graph=dies,
             cached=np.zeros(len(own), dtype=bool),
             allocated=np.ones(len(own), dtype=bool),
+            operations=np.full(len(own), NO_OPERATION, dtype=np.int32),
             num_forward=len(phases),
             num_recomputed=len(phases),
             num_backward=len(walk.phases[backward]),

@@ -16,6 +16,9 @@ from peakcast.models.allocator.rounding import MIN_BLOCK_BYTES
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.timelines.timeline import Category, Phase
 
+NO_OPERATION, BLOCK_INPUT = -1, -2
+"""In place of an operation's number: of a tensor that no operation of the block makes, and of the block's input, which the
+last operation of the block before has made."""
 OUTPUT_GRADIENT = "gradient"
 """The name of the gradient that a block receives for its output from the block after it."""
 
@@ -91,6 +94,7 @@ class Row:
     stream: int = 0
     through_view: bool = False
     allocated: bool = True
+    operation: int = NO_OPERATION
 
 
 TEMPORARIES, GRADIENTS = int(Category.TEMPORARIES), int(Category.GRADIENTS)
@@ -136,6 +140,8 @@ class Columns:
     allocated: npt.NDArray[np.bool_]
     """Whether the operation at `born` allocates the entry. Otherwise it comes from outside the block, or the operation
     before made it, in place of a tensor that was freed when that operation ended."""
+    operations: npt.NDArray[np.int32]
+    """The number of the operation that makes each entry, in forward or in backward; or `NO_OPERATION`, `BLOCK_INPUT`."""
     streams: npt.NDArray[np.int64] | None = None
     """The stream on which each entry is allocated; None: all on the computing stream."""
     through_view: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -160,6 +166,7 @@ def column_fields(rows: Sequence[Row]) -> dict[str, Any]:
         dies_without_graph=np.array([row.dies_without_graph for row in rows], dtype=np.int64),
         cached=np.array([row.cached for row in rows], dtype=bool),
         allocated=np.array([row.allocated for row in rows], dtype=bool),
+        operations=np.array([row.operation for row in rows], dtype=np.int32),
         streams=np.array(streams, dtype=np.int64) if any(streams) else None,
         through_view=np.flatnonzero([row.through_view for row in rows]),
     )
@@ -240,6 +247,10 @@ class Template(Columns):
         for place, column in enumerate(self.gradient_columns.tolist()):
             found.setdefault(self.names[column].rsplit(".", 2)[0], []).append(place)
         return {operation: np.array(places, dtype=np.int64) for operation, places in found.items()}
+
+    def made_by(self, mark: Mark) -> npt.NDArray[np.bool_]:
+        """Which entries operations with this mark make, in forward or in backward. [num_entries]"""
+        return np.isin(self.operations, self.forward_marks.get(mark, ()))
 
     @cached_property
     def in_forward(self) -> dict[str, int]:
