@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,15 @@ class Reload:
     num_bytes: tuple[int, ...]
     back: int
     last: str
+
+
+class Instants(NamedTuple):
+    """When operations run for the first time, by their names: in forward, in a recomputation inside the block's backward,
+    and in backward. (A recomputation that is a run of its own is another forward.)"""
+
+    forward: Mapping[str, int]
+    again: Mapping[str, int]
+    backward: Mapping[str, int]
 
 
 @dataclass(slots=True)
@@ -261,6 +270,11 @@ class Template(Columns):
     def in_backward(self) -> dict[str, int]:
         """The first backward instant of each label."""
         return {label: instant for instant, label in reversed(list(enumerate(self.backward_labels)))}
+
+    @property
+    def instants(self) -> Instants:
+        """When the operations run that read the weights of single modules."""
+        return Instants(self.in_forward, {}, self.in_backward)
 
     @cached_property
     def forward_phases(self) -> tuple[bytes, ...]:
