@@ -214,7 +214,7 @@ class FSDP1(ShardedLayout):
         flat = step.allocate("flat_param.grad", Category.GRADIENTS, [size], unit.name, stream=UNSHARD)
         step.moment("cat", Phase.BACKWARD)
         # the gradients are recorded on the stream that joins them (input_buffer.cpp, `add`)
-        self._ahead.let_gradients_go(unit.runs, unit.operation)
+        self._ahead.let_gradients_go([(run, unit.gradients_in(run.template)) for run in unit.runs])
         self.take_gradients(step, unit)
         if unit.accumulated:
             step.free(flat)

@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 
+import numpy as np
+
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.module_tree import WEIGHT, BlockKind, block_of
+from peakcast.models.ledger.layouts.module_tree import LORA_A, LORA_B, WEIGHT, BlockKind, block_of, module_of
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.step import BlockRun
+from peakcast.models.ledger.tape.placing import BlockRun, Ints
+from peakcast.models.ledger.tape.template import Template
 
 ENDS = (BlockKind.EMBEDDING.value, BlockKind.HEAD.value)
-ADAPTER_MATRICES = ("lora_A", "lora_B")
+ADAPTER_MATRICES = (LORA_A, LORA_B)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +57,14 @@ class Unit:
     def operations(self) -> tuple[str, ...]:
         """The operations for which alone its tensors are gathered."""
         return tuple(name for name in (self.operation, self.gradient_operation) if name)
+
+    def gradients_in(self, template: Template) -> Ints | None:
+        """The places of its gradients among those of a block's parameters; None if it has all of them. (The norms that are
+        counted with a matrix are left out.)"""
+        if not self.operation:
+            return None
+        matrix = self.tensors[-1].path
+        return np.flatnonzero([module_of(name) == matrix for name in template.parameters])
 
 
 @dataclass(frozen=True)

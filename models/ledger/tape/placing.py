@@ -41,21 +41,21 @@ class BlockRun:
     gradients_reusable: int | Ints | None = None
     """The instant from which the blocks of its gradients can be reused, one for all or one for each, if that is later."""
 
-    def take_gradients(self, instant: int, operation: str = "") -> None:
-        """Its parameter gradients are freed at `instant`: those of one operation, or all."""
-        self.gradients_die = self._with(self.gradients_die, FOREVER, instant, operation)
+    def take_gradients(self, instant: int, places: Ints | None = None) -> None:
+        """Its parameter gradients are freed at `instant`: those at these places among them, or all."""
+        self.gradients_die = self._with(self.gradients_die, FOREVER, instant, places)
 
-    def reuse_gradients(self, instant: int, operation: str = "") -> None:
-        """The blocks of its gradients can be reused from `instant` on: those of one operation, or of all."""
-        self.gradients_reusable = self._with(self.gradients_reusable, 0, instant, operation)
+    def reuse_gradients(self, instant: int, places: Ints | None = None) -> None:
+        """The blocks of its gradients can be reused from `instant` on: those of the gradients at these places, or all."""
+        self.gradients_reusable = self._with(self.gradients_reusable, 0, instant, places)
 
-    def _with(self, instants: int | Ints | None, otherwise: int, instant: int, operation: str) -> int | Ints:
-        """`instants` with `instant` set for one operation, or for all. `otherwise`: the value where none was set before."""
-        if not operation:
+    def _with(self, instants: int | Ints | None, otherwise: int, instant: int, places: Ints | None) -> int | Ints:
+        """`instants` with `instant` set for some gradients, or for all. `otherwise`: the value where none was set."""
+        if places is None:
             return instant
         if not isinstance(instants, np.ndarray):
             instants = np.full(len(self.template.gradient_columns), instants or otherwise, dtype=np.int64)
-        instants[self.template.gradients_of[operation]] = instant
+        instants[places] = instant
         return instants
 
 

@@ -248,15 +248,6 @@ class Template(Columns):
         """`parameters` as the numbers of `Texts`."""
         return Texts.of(self.parameters).numbers
 
-    @cached_property
-    def gradients_of(self) -> dict[str, npt.NDArray[np.int64]]:
-        """By operation, the indices into `gradient_columns` of the gradients it makes ("q_proj" makes
-        "q_proj.weight.grad")."""
-        found: dict[str, list[int]] = {}
-        for place, column in enumerate(self.gradient_columns.tolist()):
-            found.setdefault(self.names[column].rsplit(".", 2)[0], []).append(place)
-        return {operation: np.array(places, dtype=np.int64) for operation, places in found.items()}
-
     def made_by(self, mark: Mark) -> npt.NDArray[np.bool_]:
         """Which entries operations with this mark make, in forward or in backward. [num_entries]"""
         return np.isin(self.operations, self.forward_marks.get(mark, ()))
