@@ -25,7 +25,7 @@ from peakcast.models.ledger.recorded.zero3_modules import RecordedModules
 from peakcast.models.ledger.tape import columns as step_columns
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, BlockRun, Step
-from peakcast.models.ledger.tape.template import NO_OPERATION, Instants, Template
+from peakcast.models.ledger.tape.template import NO_OPERATION, OperationInstants, Template
 from peakcast.models.ledger.tape.workspaces import training_workspaces
 from peakcast.models.recipes.depth import Deep, place_of
 from peakcast.models.recipes.recipe import Recipe
@@ -64,10 +64,10 @@ class RecordedTemplate(Template):
     """A place's template. Its entries have the names of modules, not of operations."""
 
     made: tuple[Ints, Ints] = field(kw_only=True)
-    of_adapters: Instants = field(kw_only=True)
+    of_adapters: OperationInstants = field(kw_only=True)
 
     @property
-    def instants(self) -> Instants:
+    def instants(self) -> OperationInstants:
         """When adapters' matrices are read, by the names of their modules."""
         return self.of_adapters
 
@@ -227,7 +227,7 @@ def _starts(runs: Sequence[Sequence[BlockRun]]) -> list[Ints]:
     ]
 
 
-def _adapter_instants(walk: Walk, stretches: tuple[int, int], made: Mapping[ModulePath, int]) -> Instants:
+def _adapter_instants(walk: Walk, stretches: tuple[int, int], made: Mapping[ModulePath, int]) -> OperationInstants:
     """The operations for which FSDP1 gathers an adapter's matrix: the first that reads it (also in a recomputation), and in
     backward the last before its gradient exists. `stretches`: a place's forward and backward; `made`: the instants of those
     gradients."""
@@ -238,7 +238,7 @@ def _adapter_instants(walk: Walk, stretches: tuple[int, int], made: Mapping[Modu
             at = made.get(matrix, visit.instant) if visit.runs == "backward" else visit.instant
             if visit.enters and matrix.name in ADAPTER_MATRICES and at < len(walk.labels[stretch]):
                 found[visit.runs].setdefault(str(matrix), at)
-    return Instants(**found)
+    return OperationInstants(**found)
 
 
 def _head_marks(labels: Sequence[str]) -> dict[Mark, list[int]]:

@@ -74,7 +74,7 @@ class Reload:
     last: str
 
 
-class Instants(NamedTuple):
+class OperationInstants(NamedTuple):
     """When operations run for the first time, by their names: in forward, in a recomputation inside the block's backward,
     and in backward. (A recomputation that is a run of its own is another forward.)"""
 
@@ -263,9 +263,9 @@ class Template(Columns):
         return {label: instant for instant, label in reversed(list(enumerate(self.backward_labels)))}
 
     @property
-    def instants(self) -> Instants:
+    def instants(self) -> OperationInstants:
         """When the operations run that read the weights of single modules."""
-        return Instants(self.in_forward, {}, self.in_backward)
+        return OperationInstants(self.in_forward, {}, self.in_backward)
 
     @cached_property
     def forward_phases(self) -> tuple[bytes, ...]:

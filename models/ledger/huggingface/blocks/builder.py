@@ -23,7 +23,6 @@ from peakcast.models.ledger.huggingface.blocks.tensor_parallel import (
     split_columns,
 )
 from peakcast.models.ledger.huggingface.blocks.traits import multiplies_itself
-from peakcast.models.ledger.layouts.module_tree import LORA_A, LORA_B, path_of
 from peakcast.models.ledger.parameters.adapter_methods import METHODS, ON_NETWORK, matrix_of
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.marks import Mark
@@ -36,6 +35,8 @@ NOT_ADAPTED = ("lm_head", "mlp.gate")
 """What "all-linear" leaves out: the head, and a router, which is not an nn.Linear in transformers 5."""
 LORA_CHAIN = ("lora", "qlora", "lora_fa")
 """Methods whose forward is written out operation by operation."""
+ADAPTERS = (".lora_A", ".lora_B")
+"""Suffixes of the names of an adapter's matrices, which are nn.Linear whatever module they adapt."""
 
 
 @dataclass(slots=True)
@@ -203,7 +204,7 @@ class BlockBuilder:
     def linear(self, x: Tensor, layer: LinearLayer) -> Tensor:
         """A Linear over `rows`, in the dtype that autocast or the weight decides."""
         context = self.context
-        plain = layer.name == "lm_head" or path_of(layer.name).name in (LORA_A, LORA_B)
+        plain = layer.name == "lm_head" or layer.name.endswith(ADAPTERS)
         calls_linear = plain or not multiplies_itself(context.architecture)
         if self._computes_in_float8(layer) and layer.trains:
             return float8_linear(self.tape, x, self.rows, layer)
