@@ -48,6 +48,7 @@ from peakcast.models.ledger.layouts import (
     gathered_dtype,
     reduced_bytes,
 )
+from peakcast.models.ledger.layouts.module_tree import LORA_B, ModulePath, path_of
 from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK, virtual_tokens
 from peakcast.networks.families import family_of
 from peakcast.networks.trained_parts import copies_head, copies_table
@@ -272,19 +273,21 @@ def later_context(job: TrainingJob, context: HFContext) -> HFContext:
 
 def context_again(job: TrainingJob, context: HFContext, reads_saved_first: str) -> HFContext:
     """`context` of a layer that a checkpoint runs again, where adapters that FSDP1 has gathered in a narrower dtype by then
-    have narrow inputs. With `use_orig_params` one may have been: before `reads_saved_first`, the operation whose backward
-    asks for the recomputation, runs the hook of its unit, which gathers the unit before as well (torch 2.13
-    `_runtime_utils.py` _pre_backward_hook, _prefetch_handle). A reentrant checkpoint's graph is of the recomputation."""
+    have narrow inputs. `reads_saved_first`: the operation whose backward asks for the recomputation. A reentrant
+    checkpoint's graph is of the recomputation."""
     later = later_context(job, context)
     if job.activation_checkpointing.use_reentrant:
         return later
-    if later != context:
-        return replace(context, adapters=replace(context.adapters, narrow_again=ALL))
-    matrix, _, part = reads_saved_first.rpartition(".")
+    narrow = ALL if later != context else _gathered_ahead(job, path_of(reads_saved_first))
+    return replace(context, adapters=replace(context.adapters, narrow_again=narrow))
+
+
+def _gathered_ahead(job: TrainingJob, reads_saved_first: ModulePath) -> str:
+    """With `use_orig_params`: the matrix whose lora_A is gathered already when its layer is recomputed, "" if there is
+    none. Before the operation whose backward asks for the recomputation runs the hook of its unit, which gathers the unit
+    before as well (torch 2.13 `_runtime_utils.py` _pre_backward_hook, _prefetch_handle)."""
     ahead = adapters_are_units(job) and conventions(job)["fsdp1_backward_prefetch"] == "BACKWARD_PRE"
-    if not (ahead and part == "lora_B"):
-        return context
-    return replace(context, adapters=replace(context.adapters, narrow_again=matrix))
+    return str(reads_saved_first.parent) if ahead and reads_saved_first.name == LORA_B else ""
 
 
 def _with_adapter_inputs(context: HFContext, input_bytes: int) -> HFContext:

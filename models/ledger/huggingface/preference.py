@@ -184,7 +184,7 @@ def hold_whole_head(timeline: Step, job: TrainingJob, head: BlockRun) -> None:
     (`full_tensor` in trl 1.16.0 `trainer/utils.py`), again for each forward."""
     if not gathers_head_itself(job):
         return
-    weights = [t for t in stored_parameters(job) if t.name.startswith("lm_head.")]
+    weights = [t for t in stored_parameters(job) if t.of_lm_head]
     size = sum(t.numel * t.element_bytes for t in weights)
     timeline.hold("gathered", Category.COMMUNICATION_BUFFERS, size, model_ends(head), timeline.now, "head")
     if any(t.element_bytes != t.gathered_bytes for t in weights):  # gathered in its stored dtype, then narrowed in parts

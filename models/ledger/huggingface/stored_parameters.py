@@ -18,7 +18,15 @@ from peakcast.models.ledger.huggingface.blocks.expert_adapters import expert_ada
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.ledger.layouts import adapters_are_whole, expert_ranks, gathered_dtype
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.module_tree import LM_HEAD, ORIGINAL, TOKEN_TABLE, module_of
+from peakcast.models.ledger.layouts.module_tree import (
+    LM_HEAD,
+    ORIGINAL,
+    TOKEN_TABLE,
+    BlockKind,
+    block_of,
+    layer_index,
+    module_of,
+)
 from peakcast.models.ledger.parameters.adapter_methods import METHODS, matrix_of
 from peakcast.models.ledger.parameters.inventory import (
     COPIED_BY_PEFT,
@@ -160,7 +168,8 @@ def _sent_bytes(job: TrainingJob, tensor: ParameterTensor, module: str) -> int:
     """Bytes of an element of `tensor` while FSDP2 gathers it, if it is the weight of a product in float8 that is gathered
     so (torchao 0.18 `float8/fsdp_utils.py` WeightWithDynamicFloat8CastTensor; `fsdp_post_all_gather` does not copy it)."""
     asked = job.precision.compute == "float8" and conventions(job).get("fsdp_float8_all_gather")
-    of_product = module.startswith("layers.") and len(tensor.shape) == 2 and all(size % 16 == 0 for size in tensor.shape)
+    in_layer = block_of(module) is BlockKind.LAYER
+    of_product = in_layer and len(tensor.shape) == 2 and all(size % 16 == 0 for size in tensor.shape)
     return FP8 if asked and of_product and tensor.role != "expert" else 0
 
 
@@ -214,7 +223,7 @@ def quantised_roles(job: TrainingJob) -> tuple[str, ...]:
 
 def _layer(module: str) -> int:
     """The index of the layer named `module`; 0 if it is not a layer."""
-    return int(module.rpartition(".")[2]) if module.startswith("layers.") else 0
+    return layer_index(module) if block_of(module) is BlockKind.LAYER else 0
 
 
 def quantised_shapes(job: TrainingJob) -> list[tuple[int, ...]]:

@@ -49,8 +49,8 @@ class DDP(Layout):
         """Backward runs whose gradients have not reached the parameters: parameters are turned into DTensors before the
         forward, so the backward of that runs after everything else (`_reconstruct_dtensor`)."""
         self._last = True
-        table = [t for t in tensors if t.name == "embed_tokens.weight" and t.trains]
-        shared = not any(t.name == "lm_head.weight" for t in tensors)
+        table = [t for t in tensors if t.is_token_table and t.trains]
+        shared = not any(t.is_lm_head for t in tensors)
         self._shared_bytes = sum(t.numel * t.element_bytes for t in table) if shared and not split else 0
         """Bytes of a table that the lm_head shares: autograd adds up both gradients before the reducer gets one."""
         self._of_head: list[int] = []

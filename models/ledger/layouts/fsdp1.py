@@ -214,7 +214,7 @@ class FSDP1(ShardedLayout):
         flat = step.allocate("flat_param.grad", Category.GRADIENTS, [size], unit.name, stream=UNSHARD)
         step.moment("cat", Phase.BACKWARD)
         # the gradients are recorded on the stream that joins them (input_buffer.cpp, `add`)
-        self._ahead.let_gradients_go(unit.runs, unit.operation)
+        self._ahead.let_gradients_go([(run, unit.gradients_in(run.template)) for run in unit.runs])
         self.take_gradients(step, unit)
         if unit.accumulated:
             step.free(flat)
@@ -291,17 +291,17 @@ class FSDP1(ShardedLayout):
     def while_forward(self, step: Step, run: BlockRun) -> None:
         """A matrix that is a unit is gathered only for its own product, also in a recomputation. Adapters that are switched
         off do not run."""
-        ran = list(self._operations(run, run.template.in_forward, ""))
+        ran = list(self._operations(run, run.template.instants.forward))
         for at, unit in ran:
             self._gather_for_one_operation(step, unit, run.forward_start + at, Phase.FORWARD)
         if ran and self._ran_before.keys().isdisjoint(unit for _, unit in ran):
             self._note_order(run.module, [unit for _, unit in ran])
 
-    def _operations(self, run: BlockRun, instants: Mapping[str, int], *suffixes: str) -> Iterator[tuple[int, Unit]]:
-        """The units of single operations of the run's block, with the instants of those operations (one of `suffixes` may
-        follow their names) among `instants`, in their order."""
-        named = ((f"{unit.operation}{end}", unit) for unit in self._of_operations.get(run.module, ()) for end in suffixes)
-        return iter(sorted({instants[name]: unit for name, unit in named if name in instants}.items()))
+    def _operations(self, run: BlockRun, instants: Mapping[str, int]) -> Iterator[tuple[int, Unit]]:
+        """The units of single operations of the run's block, with the instants of those operations, in their order."""
+        units = self._of_operations.get(run.module, ())
+        found = {instants[name]: unit for unit in units for name in unit.operations if name in instants}
+        return iter(sorted(found.items()))
 
     def _gather_for_one_operation(self, step: Step, unit: Unit, at: int, phase: Phase) -> None:
         """Gather a unit for a forward operation that ran at the instant `at`, and reshard it after that."""
@@ -325,10 +325,10 @@ class FSDP1(ShardedLayout):
         """Gather each matrix that is a unit when its own backward begins, and reduce its gradient when that ends. If the
         block is recomputed inside its backward, not in a run of its own, gather the matrices for the recomputation
         first."""
-        begins, instants = run.backward_start or 0, run.template.in_backward
-        for at, unit in self._operations(run, instants, " again"):
+        begins, instants = run.backward_start or 0, run.template.instants
+        for at, unit in self._operations(run, instants.again):
             self._gather_for_one_operation(step, unit, begins + at, Phase.BACKWARD)
-        for at, unit in self._operations(run, instants, "", ".weight.grad"):  # the second in compiled graphs
+        for at, unit in self._operations(run, instants.backward):
             with step.within(begins + at):
                 if not unit.gathered:
                     self.gather(step, unit)

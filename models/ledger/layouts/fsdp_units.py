@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 
+import numpy as np
+
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
+from peakcast.models.ledger.layouts.module_tree import LORA_A, LORA_B, WEIGHT, BlockKind, block_of, module_of
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.step import BlockRun
+from peakcast.models.ledger.tape.placing import BlockRun, Ints
+from peakcast.models.ledger.tape.template import Template
 
 ENDS = (BlockKind.EMBEDDING.value, BlockKind.HEAD.value)
-ADAPTER_MATRICES = ("lora_A", "lora_B")
+ADAPTER_MATRICES = (LORA_A, LORA_B)
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +33,8 @@ class Unit:
     """Whether it is prefetched in backward and then not used: its output has no gradient, so its backward does not run."""
     operation: str = ""
     """The one operation of a block that reads its tensors, for which alone they are gathered; "": the whole block."""
+    gradient_operation: str = ""
+    """The operation that makes its weight's gradient, if that is one of its own, as in compiled graphs."""
     hook: Mark | None = None
     """The operation whose backward waits for the gather and starts the next prefetch; None: the block's first."""
     sent: list[int] = field(default_factory=list)
@@ -47,6 +52,19 @@ class Unit:
 
     def __post_init__(self) -> None:
         self.trained = [tensor for tensor in self.tensors if tensor.trains]
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The operations for which alone its tensors are gathered."""
+        return tuple(name for name in (self.operation, self.gradient_operation) if name)
+
+    def gradients_in(self, template: Template) -> Ints | None:
+        """The places of its gradients among those of a block's parameters; None if it has all of them. (The norms that are
+        counted with a matrix are left out.)"""
+        if not self.operation:
+            return None
+        matrix = self.tensors[-1].path
+        return np.flatnonzero([module_of(name) == matrix for name in template.parameters])
 
 
 @dataclass(frozen=True)
@@ -134,8 +152,10 @@ def units_by_module(tensors: Iterable[StoredTensor], *, compiled: bool = False) 
         waiting += group
         if any(len(tensor.shape) > 1 for tensor in group):
             name = path.rsplit(".", 1)[-1].removesuffix("_proj")
-            operation = name if compiled and block_of(module) is BlockKind.LAYER else path
-            units.append(Unit(f"{module}.{path}", (module,), tuple(waiting), operation=operation))
+            alone = Unit(f"{module}.{path}", (module,), tuple(waiting), operation=path)
+            if compiled and block_of(module) is BlockKind.LAYER:
+                alone.operation, alone.gradient_operation = name, f"{name}.{WEIGHT}.grad"
+            units.append(alone)
             waiting = []
     return units
 

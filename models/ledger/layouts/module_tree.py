@@ -12,6 +12,8 @@ from functools import lru_cache
 
 ADAPTER = "lora"
 """How the names of an adapter's matrices begin, and the name of what its own code computes."""
+LORA_A, LORA_B = f"{ADAPTER}_A", f"{ADAPTER}_B"
+"""The two matrices of an adapter, in the order in which they run."""
 ORIGINAL = "original_module"
 """What peft calls a module of which it trains a copy (`modules_to_save`); the copy has the module's own name here."""
 CLONE = "clone"

@@ -11,9 +11,11 @@ together with the computation that hides it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from peakcast.models.ledger.tape.step import BlockRun, Step
+from peakcast.models.ledger.tape.placing import BlockRun, Ints
+from peakcast.models.ledger.tape.step import Step
 
 MOST_IN_FLIGHT = 2
 """`_max_num_inflight_all_gathers` (torch 2.4-2.13 `distributed/fsdp/_limiter_utils.py`)."""
@@ -24,14 +26,14 @@ class _Waiting:
     """Freed blocks that can be reused only when one event of the computing stream is done."""
 
     handles: list[int] = field(default_factory=list)
-    gradients: list[tuple[BlockRun, str]] = field(default_factory=list)
-    """(run, operation) whose parameters' gradients wait; operation "": all of the run."""
+    gradients: list[tuple[BlockRun, Ints | None]] = field(default_factory=list)
+    """(run, places) of the parameters' gradients that wait; None: all of the run."""
 
     def end(self, step: Step) -> None:
         """The event is done: the blocks can be reused."""
         step.reuse(self.handles)
-        for run, operation in self.gradients:
-            run.reuse_gradients(step.now, operation)
+        for run, places in self.gradients:
+            run.reuse_gradients(step.now, places)
 
 
 class RunAhead:
@@ -47,10 +49,10 @@ class RunAhead:
         """Free tensors from the next instant on; their blocks can be reused after the next event. Empties the list."""
         self._since_last_event.handles += step.let_go(handles)
 
-    def let_gradients_go(self, runs: list[BlockRun], operation: str) -> None:
-        """As `let_go`, for parameter gradients of `runs`, of one operation or ("") all. They are freed at the instants that
-        the runs have."""
-        self._since_last_event.gradients += [(run, operation) for run in runs]
+    def let_gradients_go(self, gradients: Iterable[tuple[BlockRun, Ints | None]]) -> None:
+        """As `let_go`, for parameter gradients of runs, each with their places (None: all of them). They are freed at the
+        instants that the runs have."""
+        self._since_last_event.gradients += gradients
 
     def record(self) -> None:
         """Record an event after everything that the CPU has launched so far (`_FreeEventQueue.enqueue`)."""

@@ -161,7 +161,7 @@ class ShardedLayout(Layout):
     def take_gradients(self, step: Step, unit: Unit) -> None:
         """Free the full gradients of the unit's runs from the next instant on."""
         for run in unit.runs:
-            run.take_gradients(step.now, unit.operation)
+            run.take_gradients(step.now, unit.gradients_in(run.template))
         unit.runs.clear()
 
     def gather(self, step: Step, unit: Unit, phase: Phase = Phase.BACKWARD) -> None:

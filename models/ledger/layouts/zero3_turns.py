@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.module_tree import ModulePath, path_of
+from peakcast.models.ledger.layouts.module_tree import LORA_A, ModulePath, path_of
 from peakcast.models.ledger.layouts.parameter_modules import ParameterModules, RanIn
 from peakcast.models.ledger.layouts.zero3_hooks import (
     BlockModule,
@@ -35,7 +35,6 @@ FUNCTIONS = ("logits", "softcap")
 ADAPTED = "adapted"
 """The name here of the module that contains a matrix and its adapter, as a part of the matrix's path."""
 DROPOUT = "dropout"
-LORA_A = "lora_A"
 FEED_FORWARD = "mlp"
 
 

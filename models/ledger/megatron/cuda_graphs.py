@@ -33,22 +33,27 @@ from peakcast.core.texts import Texts
 from peakcast.core.units import DTYPE_BYTES
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of, layer_index
 from peakcast.models.ledger.megatron.inputs import inputs, reads_batches
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.received import Span
 from peakcast.models.ledger.megatron.share import RankShare
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Step
+from peakcast.models.ledger.tape.template import BLOCK_INPUT, Template
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
 WHOLE_STEP, OF_INFERENCE = "full_iteration", "full_iteration_inference"
 POOL = 16
 """Added to the number of a stream for what is allocated there in the graphs' pool: the allocator never gives blocks of one
 pool to another."""
-_FEED_FORWARD = frozenset({
-    "pre_mlp_layernorm", "linear_fc1", "add_bias", "activation", "chunk", "glu_product", "linear_fc2", "mlp", "mlp_bda",
-})  # fmt: skip
-_ROUTER = frozenset({"router", "shared_experts", "pre_mlp_layernorm"})
-_EXPERTS = frozenset({"dispatch", "experts", "combine", "add_shared", "mlp_bda"})
+_ROUTED = ("moe_router", "moe_preprocess", "moe")
+_PARTS = ("attn", "mlp", *_ROUTED)
+"""The parts of a layer by their names in `cuda-graph-scope`."""
+_OF_MARK = {Mark.FEED_FORWARD: "mlp", Mark.ROUTER: "moe_router", Mark.EXPERTS: "moe", Mark.PERMUTATION: "moe_preprocess"}
+"""The parts of marked operations; where several marks hold, the last one says it. All others are attention's."""
+_EVERY = -1
+"""In place of a part: the input of a layer, which any part with a graph reads."""
 
 Mask = npt.NDArray[np.bool_]
 
@@ -104,9 +109,8 @@ def hold_gradient_copies(step: Step, share: RankShare, parameters: Sequence[Para
     """Hold the copy of a layer's main gradients with which the layer is recorded, of the largest layer."""
     layers = dict[str, int]()
     for one in parameters:
-        kind, _, number = one.module.partition(".")
-        if kind == "layers" and any(_covers(share, part) for part in _parts(share, int(number))):
-            layers[number] = layers.get(number, 0) + one.numel
+        if _covers_part(share, one.module, _EVERY):
+            layers[one.module] = layers.get(one.module, 0) + one.numel
     size = max(layers.values(), default=0) * int(DTYPE_BYTES[share.job.precision.gradients])
     step.hold("graph_gradient_copies", Category.GRADIENTS, size, 0, module="cuda_graph")
 
@@ -137,7 +141,7 @@ def _predicting(share: RankShare, is_last: bool) -> list[int]:
 def _parts(share: RankShare, layer: int) -> tuple[str, ...]:
     """The parts of a layer that can be in a graph, by their names in `cuda-graph-scope`."""
     context = share.layer_context(layer)
-    feed_forward = ("moe_router", "moe_preprocess", "moe") if context.experts is not None else ("mlp",)
+    feed_forward = _ROUTED if context.experts is not None else ("mlp",)
     return {"": ("attn", *feed_forward), "mamba": ("mamba",), "attention": ("attn",), "mlp": feed_forward}[context.part]
 
 
@@ -145,66 +149,67 @@ def _covers(share: RankShare, part: str) -> bool:
     """Whether graphs have this part of a layer. Without a scope they have whole layers; the scope of experts includes their
     router."""
     scope = str(share.convention.get("cuda_graph_scope") or "").split()
-    return not scope or part in scope or ("moe" in scope and part.startswith("moe"))
+    return not scope or part in scope or ("moe" in scope and part in _ROUTED)
 
 
-def graphed_bytes_of(timeline: Timeline, share: RankShare) -> int:
+def graphed_bytes_of(step: Step, share: RankShare) -> int:
     """The most that graphed parts have at once in a steady step."""
-    return _only(timeline, in_graphs(timeline, share)).peak().num_bytes
+    timeline = step.timeline()
+    return _only(timeline, _in_graphs(step, timeline, share)).peak().num_bytes
 
 
-def captured(timeline: Timeline, share: RankShare) -> Timeline:
+def captured(step: Step, share: RankShare) -> Timeline:
     """While graphs are recorded: of a steady step's tensors those that stay between steps and, in the pool, those of
     graphed parts."""
-    inside, end = in_graphs(timeline, share), len(timeline.phases)
+    timeline = step.timeline()
+    inside, end = _in_graphs(step, timeline, share), len(timeline.phases)
     stays = (timeline.born == 0) & (timeline.dies >= end)
     streams = np.zeros(len(inside), dtype=np.int8) if timeline.streams is None else timeline.streams
     in_pool = replace(timeline, streams=np.where(inside, streams + POOL, streams).astype(np.int8))
     return _only(in_pool, inside | stays)
 
 
-def replayed(timeline: Timeline, share: RankShare) -> Timeline:
+def replayed(step: Step, share: RankShare) -> Timeline:
     """While graphs run: a steady step's tensors without those of graphed parts."""
-    return _only(timeline, ~in_graphs(timeline, share))
+    timeline = step.timeline()
+    return _only(timeline, ~_in_graphs(step, timeline, share))
 
 
-def in_graphs(timeline: Timeline, share: RankShare) -> Mask:
-    """Which tensors of a steady step graphed parts make. [num_entries]. Those of a layer that predicts further tokens count
-    as made by the head."""
+def _in_graphs(step: Step, timeline: Timeline, share: RankShare) -> Mask:
+    """Which tensors of a steady `step` graphed parts make. [num_entries]. Those of a layer that predicts further tokens
+    count as made by the head."""
     end = len(timeline.phases)
-    made = (timeline.born > 0) & (timeline.dies < end) & (timeline.categories != Category.INPUTS)
+    made: Mask = (timeline.born > 0) & (timeline.dies < end) & (timeline.categories != Category.INPUTS)
     if graphs_whole_step(share.convention):
         began = timeline.phases[np.minimum(timeline.born, end - 1)]
         whole: Mask = made & (began <= Phase.BACKWARD)
         return whole
-    names, modules = Texts.of(timeline.names), Texts.of(timeline.modules)
-    pairs, which = np.unique(np.stack([modules.numbers, names.numbers]), axis=1, return_inverse=True)
-    graphed = [_covers_tensor(share, module, name) for module, name in zip(Texts(pairs[0]), Texts(pairs[1]), strict=True)]
-    parts: Mask = made & np.array(graphed, dtype=bool)[which.reshape(-1)]
+    parts = step.placed().described(_parts_of)
+    modules = Texts.of(timeline.modules)
+    pairs, which = np.unique(np.stack([modules.numbers[: len(parts)], parts]), axis=1, return_inverse=True)
+    covered = [_covers_part(share, module, int(part)) for module, part in zip(Texts(pairs[0]), pairs[1], strict=True)]
+    made[: len(parts)] &= np.array(covered, dtype=bool)[which.reshape(-1)]
+    made[len(parts) :] = False
+    return made
+
+
+def _parts_of(template: Template) -> npt.NDArray[np.int64]:
+    """The part of a layer that makes each entry, as a place in `_PARTS`, or `_EVERY`. [num_entries]"""
+    parts = np.zeros(template.num_entries, dtype=np.int64)
+    for mark, part in _OF_MARK.items():
+        parts[template.made_by(mark)] = _PARTS.index(part)
+    parts[template.operations == BLOCK_INPUT] = _EVERY
     return parts
 
 
-def _covers_tensor(share: RankShare, module: str, name: str) -> bool:
-    """Whether graphs have the operation of `module` that makes the tensor `name`."""
-    kind, _, number = module.partition(".")
-    if kind != "layers" or name.startswith("dispatcher."):
+def _covers_part(share: RankShare, module: str, part: int) -> bool:
+    """Whether graphs have what the part at this place in `_PARTS` makes in `module`."""
+    if block_of(module) is not BlockKind.LAYER:
         return False
-    parts = _parts(share, int(number))
-    if name == "hidden_states":
-        return any(_covers(share, part) for part in parts)
-    return _covers(share, parts[0] if len(parts) == 1 else _part(name, routed="moe" in parts))
-
-
-def _part(name: str, *, routed: bool) -> str:
-    """The part of a layer that makes the tensor `name`."""
-    operation = name.partition(".")[0]
-    if name.startswith("dispatch.permute"):
-        return "moe_preprocess"
-    if routed and operation in _ROUTER:
-        return "moe_router"
-    if routed and operation in _EXPERTS:
-        return "moe"
-    return "mlp" if operation in _FEED_FORWARD else "attn"
+    parts = _parts(share, layer_index(module))
+    if part == _EVERY:
+        return any(_covers(share, one) for one in parts)
+    return _covers(share, parts[0] if len(parts) == 1 else _PARTS[part])
 
 
 def _only(timeline: Timeline, keep: Mask) -> Timeline:

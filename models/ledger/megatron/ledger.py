@@ -47,10 +47,10 @@ def megatron_ledger(
         return done.timeline()
     hold_inputs_of_graphs(done, share, turns.spans)
     if step != "captured":
-        return replayed(done.timeline(), share)
+        return replayed(done, share)
     if own:
         hold_gradient_copies(done, share, [one for chunk in trained_parameters(share) for one in chunk])
-    return captured(done.timeline(), share)
+    return captured(done, share)
 
 
 def _eager_step(share: RankShare, *, first: bool) -> tuple[Step, Turns]:
@@ -80,7 +80,7 @@ def _eager_step(share: RankShare, *, first: bool) -> tuple[Step, Turns]:
 def graphed_bytes(job: TrainingJob) -> int:
     """The most that the parts with CUDA graphs have at once in a steady step of the first rank."""
     share = rank_share(job, None, 0)
-    return graphed_bytes_of(_eager_step(share, first=False)[0].timeline(), share)
+    return graphed_bytes_of(_eager_step(share, first=False)[0], share)
 
 
 @lru_cache(maxsize=64)

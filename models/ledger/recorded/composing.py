@@ -16,6 +16,8 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.allocator.rounding import MIN_BLOCK_BYTES
 from peakcast.models.ledger.layouts import layout_of
 from peakcast.models.ledger.layouts.base import Layout
+from peakcast.models.ledger.layouts.fsdp_units import ADAPTER_MATRICES
+from peakcast.models.ledger.layouts.module_tree import ModulePath, module_of
 from peakcast.models.ledger.layouts.optimizer_step import hand_updates, place_optimizer_step
 from peakcast.models.ledger.recorded.outside_layers import ends_of
 from peakcast.models.ledger.recorded.parameters import recorded_parameters, with_recorded_network
@@ -23,16 +25,15 @@ from peakcast.models.ledger.recorded.zero3_modules import RecordedModules
 from peakcast.models.ledger.tape import columns as step_columns
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, BlockRun, Step
-from peakcast.models.ledger.tape.template import Template
+from peakcast.models.ledger.tape.template import NO_OPERATION, OperationInstants, Template
 from peakcast.models.ledger.tape.workspaces import training_workspaces
 from peakcast.models.recipes.depth import Deep, place_of
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.regime import point_of
-from peakcast.models.recipes.walk import BORN_AT, BORN_STRETCH, DIES_AT, DIES_STRETCH, HANDED_ON_AT, PLACE, Ints, Visit
+from peakcast.models.recipes.walk import BORN_AT, BORN_STRETCH, DIES_AT, DIES_STRETCH, HANDED_ON_AT, PLACE, Ints, Walk
 from peakcast.timelines.places import block_name
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
-ADAPTERS = (".lora_A", ".lora_B")
 PRODUCTS = ("mm.", "addmm.", "bmm.")
 """Prefixes of the labels of matrix products."""
 
@@ -63,6 +64,12 @@ class RecordedTemplate(Template):
     """A place's template. Its entries have the names of modules, not of operations."""
 
     made: tuple[Ints, Ints] = field(kw_only=True)
+    of_adapters: OperationInstants = field(kw_only=True)
+
+    @property
+    def instants(self) -> OperationInstants:
+        """When adapters' matrices are read, by the names of their modules."""
+        return self.of_adapters
 
     @property
     def made_bytes(self) -> tuple[Ints, Ints]:
@@ -164,7 +171,8 @@ class _Network:
         own = np.flatnonzero(self._local() & ((born == forward) | (born == backward)))
         lives, gradients, names = walk.lives[:, own], walk.gradients[own], [walk.names[i] for i in own]
         dies = np.where(gradients, np.maximum(lives[BORN_AT] + 1, lives[HANDED_ON_AT]), lives[DIES_AT])
-        made = {name.removesuffix(".weight.grad"): at - 1 for name, at in zip(names, dies, strict=True)}
+        parameters = [name.removesuffix(".grad") for name, trained in zip(names, gradients, strict=True) if trained]
+        made = {module_of(name): at - 1 for name, at in zip(parameters, dies[gradients].tolist(), strict=True)}
         phases = walk.phases[forward]
         loss = phases.find(int(Phase.LOSS))
         return RecordedTemplate(
@@ -176,15 +184,16 @@ class _Network:
             born_backward=lives[BORN_STRETCH] == backward,
             dies_backward=(lives[DIES_STRETCH] == backward) | gradients,
             weight_gradient=gradients,
-            parameters=[name.removesuffix(".grad") for name, trained in zip(names, gradients, strict=True) if trained],
+            parameters=parameters,
             dies_without_graph=dies,
             cached=np.zeros(len(own), dtype=bool),
             allocated=np.ones(len(own), dtype=bool),
+            operations=np.full(len(own), NO_OPERATION, dtype=np.int32),
             num_forward=len(phases),
             num_recomputed=len(phases),
             num_backward=len(walk.phases[backward]),
-            forward_labels=_naming_adapters(walk.labels[forward], walk.visits[forward], {}),
-            backward_labels=_naming_adapters(walk.labels[backward], walk.visits[backward], made),
+            forward_labels=list(walk.labels[forward]),
+            backward_labels=list(walk.labels[backward]),
             backward_marks=_head_marks(walk.labels[backward]) if place == walk.num_places - 1 else {},
             input_bytes=0,
             keeps_input=False,
@@ -193,6 +202,7 @@ class _Network:
             saved_bytes=[],
             loss_from=len(phases) if loss < 0 else loss,
             output_gradient_used_until=len(walk.phases[backward]),
+            of_adapters=_adapter_instants(walk, (forward, backward), made),
             made=(self._allocated_bytes(forward), self._allocated_bytes(backward)),
         )
 
@@ -217,19 +227,18 @@ def _starts(runs: Sequence[Sequence[BlockRun]]) -> list[Ints]:
     ]
 
 
-def _naming_adapters(labels: Sequence[str], visits: Sequence[Visit], made: Mapping[str, int]) -> list[str]:
-    """The labels of a stretch, in which the operations for which FSDP1 gathers an adapter's matrix are named after it: the
-    first that reads it (also in a recomputation), and in backward the last before its gradient exists. `made`: the instants
-    of those gradients."""
-    named = list(labels)
-    for visit in visits:
-        operation = visit.module.removesuffix(".default")
-        if not (visit.enters and operation.endswith(ADAPTERS)):
-            continue
-        at = made.get(operation, visit.instant) if visit.runs == "backward" else visit.instant
-        if at < len(named):
-            named[at] = f"{operation} again" if visit.runs == "again" else operation
-    return named
+def _adapter_instants(walk: Walk, stretches: tuple[int, int], made: Mapping[ModulePath, int]) -> OperationInstants:
+    """The operations for which FSDP1 gathers an adapter's matrix: the first that reads it (also in a recomputation), and in
+    backward the last before its gradient exists. `stretches`: a place's forward and backward; `made`: the instants of those
+    gradients."""
+    found: dict[str, dict[str, int]] = {"forward": {}, "again": {}, "backward": {}}
+    for stretch in stretches:
+        for visit in walk.visits[stretch]:
+            matrix = ModulePath.of(visit.module.removesuffix(".default"))  # peft's name of an adapter that was given none
+            at = made.get(matrix, visit.instant) if visit.runs == "backward" else visit.instant
+            if visit.enters and matrix.name in ADAPTER_MATRICES and at < len(walk.labels[stretch]):
+                found[visit.runs].setdefault(str(matrix), at)
+    return OperationInstants(**found)
 
 
 def _head_marks(labels: Sequence[str]) -> dict[Mark, list[int]]:

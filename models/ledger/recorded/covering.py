@@ -13,6 +13,7 @@ from peakcast.dialects.common.own_networks import TRANSFORMERS, library_of, own_
 from peakcast.jobs.conventions import conventions, mixes_precision
 from peakcast.jobs.images import sees_images
 from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
 from peakcast.models.ledger.recorded.outside_layers import overlap
 from peakcast.models.recipes.baseline_choice import chosen, stack_traces
 from peakcast.models.recipes.lent import lent
@@ -173,7 +174,8 @@ def _kept_wider(recipe: Recipe) -> str:
     least: dict[str, int] = {}
     for module, _, size in trained:
         least[module] = min(size, least.get(module, size))
-    return next((name for module, name, size in trained if module.startswith("layers.") and size > least[module]), "")
+    wider = ((module, name) for module, name, size in trained if size > least[module])
+    return next((name for module, name in wider if block_of(module) is BlockKind.LAYER), "")
 
 
 def recorded_with(job: TrainingJob) -> str:

@@ -9,6 +9,7 @@ from peakcast.jobs.conventions import adapter_dtype, mixes_precision
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of, module_of
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.walk import WalkedParameter
 from peakcast.timelines.places import block_name
@@ -29,14 +30,15 @@ def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor,
     deep = recipe.deep()
     before, after = recipe.walk.num_places, deep.num_places
     order = [(block_name(place, after), block_name(source, before)) for place, source in enumerate(deep.sources.tolist())]
-    order.sort(key=lambda names: (names[0] == "head", names[0].startswith("layers.")))  # ends and what is between, layers
+    last = {BlockKind.LAYER: 1, BlockKind.HEAD: 2}  # after the embedding and what is between layers
+    order.sort(key=lambda names: last.get(block_of(names[0]), 0))
     stored, used = (int(DTYPE_BYTES[one]) for one in (job.precision.parameters, gathered_dtype(job)))
     adapters, mixes = int(DTYPE_BYTES[adapter_dtype(job)]), mixes_precision(job)
     tensors = []
     for module, source in order:
         for _, name, shape, size, trains in found.get(source, []):
             own = stored if size == used else size  # what the library keeps in fp32 stays in fp32
-            if ".lora_" in name:
+            if module_of(name).is_adapter:
                 own = adapters
             gathered = used if mixes and own > 1 else own  # packed bytes are not cast
             tensors.append(StoredTensor(name, module, shape, own, gathered, trains, decays=len(shape) > 1))

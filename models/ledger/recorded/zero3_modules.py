@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
 from peakcast.models.ledger.layouts.zero3_hooks import BlockOperations, Module, ModuleTurn, PassDirection, TurnPart
 from peakcast.models.recipes.depth import Deep, deep_names
 from peakcast.models.recipes.walk import Visit, Walk
@@ -26,7 +27,7 @@ class RecordedModules:
         self._sources = deep.sources.tolist()
         self._weights = {(t.module, t.name): t for t in tensors}
         for short, there in deep_names(walk, deep).items():  # what is between blocks has another number in the short walk
-            if not short.startswith("layers."):
+            if block_of(short) is not BlockKind.LAYER:
                 self._weights |= {(short, t.name): t for t in tensors if t.module == there}
         """By block and name."""
         self.tensors: dict[str, list[StoredTensor]] = {name: [] for name in names}

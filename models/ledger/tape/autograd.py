@@ -7,7 +7,15 @@ from collections.abc import Iterable, Mapping
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.operations import Operation, Tensor
 from peakcast.models.ledger.tape.storages import TapedBlock
-from peakcast.models.ledger.tape.template import GRADIENTS, OUTPUT_GRADIENT, TEMPORARIES, Row, Waiting, backward_row
+from peakcast.models.ledger.tape.template import (
+    GRADIENTS,
+    NO_OPERATION,
+    OUTPUT_GRADIENT,
+    TEMPORARIES,
+    Row,
+    Waiting,
+    backward_row,
+)
 from peakcast.timelines.timeline import Category
 
 WORKSPACES = int(Category.WORKSPACES)
@@ -30,13 +38,14 @@ def weights_backward(operation: Operation, made_at: int, instant: int) -> list[R
 
 class _Gradient:
     """A gradient that some operation has yet to read. `holders`: how many references to it exist, one for each tensor that
-    it is the gradient of and whose operation has not yet run backward. `allocated`, `through_view`: as in `Row`."""
+    it is the gradient of and whose operation has not yet run backward. `allocated`, `through_view`, `operation`: as in
+    `Row`."""
 
-    __slots__ = ("allocated", "born", "holders", "name", "num_bytes", "stream", "through_view")
+    __slots__ = ("allocated", "born", "holders", "name", "num_bytes", "operation", "stream", "through_view")
 
     def __init__(self, num_bytes: int, born: int, name: str = OUTPUT_GRADIENT, holders: int = 0, stream: int = 0) -> None:
         self.num_bytes, self.born, self.name, self.holders, self.stream = num_bytes, born, name, holders, stream
-        self.through_view = False
+        self.through_view, self.operation = False, NO_OPERATION
         self.allocated = name != OUTPUT_GRADIENT
 
 
@@ -78,17 +87,12 @@ class Backward:
             for one, until in self._hooked.items()
         ]
 
-    def _live(self, name: str, num_bytes: int, born: int, dies: int, stream: int = 0) -> None:
-        """Add a row for a temporary of backward that lives from `born` until before `dies`; none if it has no bytes."""
-        if num_bytes > 0:
-            self.rows.append(backward_row(name, num_bytes, born, dies, stream))
-
     def _free(self, gradient: _Gradient, dies: int) -> None:
         """Free a gradient at the instant `dies`."""
         if gradient.num_bytes > 0:
             row = backward_row(gradient.name, gradient.num_bytes, gradient.born, dies, gradient.stream)
             row.through_view = gradient.through_view and dies == gradient.born + 1
-            row.allocated = gradient.allocated
+            row.allocated, row.operation = gradient.allocated, gradient.operation
             self.rows.append(row)
 
     def _run(self, operation: Operation, index: int, instant: int) -> None:
@@ -108,24 +112,30 @@ class Backward:
             else:
                 num_bytes = tensor.num_bytes if size is None else size
                 gradient = _Gradient(num_bytes, made_at, name, stream=operation.gradients_stream)
-                gradient.through_view, gradient.allocated = through_view, made_at == instant
+                gradient.through_view, gradient.allocated, gradient.operation = through_view, made_at == instant, index
                 touched.append(gradient)
             if summed := self._hold(tensor, gradient, instant):
-                summed.name, summed.through_view, summed.allocated = name, through_view, False
+                summed.name, summed.through_view, summed.allocated, summed.operation = name, through_view, False, index
                 largest_sum = max(largest_sum, summed.num_bytes)
-        if not later:
-            self.rows += weights_backward(operation, made_at, instant)
-        if self._saves_on_cpu:
-            for size in operation.saved_bytes:
-                self._live(f"{operation.name}.from_cpu", size, instant, after)
+        self._add_own(operation, index, made_at, instant)
         for gradient in incoming:
             gradient.holders -= 1
         if largest_sum:  # made after incoming gradients and saved tensors are freed (engine.cpp evaluate_function)
             gone = self._released.get(index, 0) + sum(one.num_bytes for one in set(incoming) if one.holders <= 0)
             excess = _Gradient(largest_sum - gone, instant, name)
-            excess.through_view = through_view
+            excess.through_view, excess.operation = through_view, index
             self._free(excess, after)
         self._release(touched if len(incoming) < 2 else dict.fromkeys(touched), after)
+
+    def _add_own(self, operation: Operation, index: int, made_at: int, instant: int) -> None:
+        """Add what an operation's backward makes besides the gradients of its inputs."""
+        rows = [] if index in self._turns else weights_backward(operation, made_at, instant)
+        if self._saves_on_cpu:
+            name, sizes = f"{operation.name}.from_cpu", (size for size in operation.saved_bytes if size > 0)
+            rows += [backward_row(name, size, instant, instant + 1) for size in sizes]
+        for row in rows:
+            row.operation = index
+        self.rows += rows
 
     def _release(self, gradients: Iterable[_Gradient], after: int) -> None:
         """Free the gradients with no holders at the instant `after`."""

@@ -1,8 +1,9 @@
 """Operations of a block that code outside the block looks up.
 
 A block marks them while it appends them to its tape (`Tape.marked`), and its template says at which instants they run
-(`Template.forward_marks`, `Template.backward_marks`). A mark says what an operation is, its name only where it is:
-it begins with the path of its module, which layouts (`layouts/module_tree.py`), offloading and CUDA graphs read.
+(`Template.forward_marks`, `Template.backward_marks`) and which tensors they make (`Template.made_by`). A mark says what an
+operation is, its name only where it is: it begins with the path of its module, which layouts (`layouts/module_tree.py`) and
+offloading read.
 """
 
 from __future__ import annotations
@@ -48,5 +49,13 @@ class Mark(Enum):
     """One operation that stands for a whole recomputed feed-forward."""
     RECOMPUTED_EXPERTS = auto()
     """One operation that stands for a whole recomputed mixture of experts."""
+    FEED_FORWARD = auto()
+    """A Megatron-LM layer's dense feed-forward, with its norm and its residual addition."""
+    ROUTER = auto()
+    """The router of a Megatron-LM mixture of experts, with the norm before it and the shared expert."""
+    EXPERTS = auto()
+    """What a Megatron-LM mixture of experts does with routed tokens, with its residual addition."""
+    PERMUTATION = auto()
+    """A mixture of experts sorts tokens, or their probabilities, by expert before it sends them."""
     DISPATCH = auto()
     """A mixture of experts sends tokens to their experts."""

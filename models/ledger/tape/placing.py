@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,21 +41,21 @@ class BlockRun:
     gradients_reusable: int | Ints | None = None
     """The instant from which the blocks of its gradients can be reused, one for all or one for each, if that is later."""
 
-    def take_gradients(self, instant: int, operation: str = "") -> None:
-        """Its parameter gradients are freed at `instant`: those of one operation, or all."""
-        self.gradients_die = self._with(self.gradients_die, FOREVER, instant, operation)
+    def take_gradients(self, instant: int, places: Ints | None = None) -> None:
+        """Its parameter gradients are freed at `instant`: those at these places among them, or all."""
+        self.gradients_die = self._with(self.gradients_die, FOREVER, instant, places)
 
-    def reuse_gradients(self, instant: int, operation: str = "") -> None:
-        """The blocks of its gradients can be reused from `instant` on: those of one operation, or of all."""
-        self.gradients_reusable = self._with(self.gradients_reusable, 0, instant, operation)
+    def reuse_gradients(self, instant: int, places: Ints | None = None) -> None:
+        """The blocks of its gradients can be reused from `instant` on: those of the gradients at these places, or all."""
+        self.gradients_reusable = self._with(self.gradients_reusable, 0, instant, places)
 
-    def _with(self, instants: int | Ints | None, otherwise: int, instant: int, operation: str) -> int | Ints:
-        """`instants` with `instant` set for one operation, or for all. `otherwise`: the value where none was set before."""
-        if not operation:
+    def _with(self, instants: int | Ints | None, otherwise: int, instant: int, places: Ints | None) -> int | Ints:
+        """`instants` with `instant` set for some gradients, or for all. `otherwise`: the value where none was set."""
+        if places is None:
             return instant
         if not isinstance(instants, np.ndarray):
             instants = np.full(len(self.template.gradient_columns), instants or otherwise, dtype=np.int64)
-        instants[self.template.gradients_of[operation]] = instant
+        instants[places] = instant
         return instants
 
 
@@ -74,6 +75,34 @@ class Placed:
     """The names of those parameters, as numbers of `Texts`."""
     through_view: Ints
     """Indices of the entries that are a gradient as in `Template.through_view`."""
+    sources: tuple[tuple[Template, int], ...]
+    """The templates of the entries and how many runs each has, in order."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Placed]) -> Placed:
+        """The entries of `parts`, one part after the other."""
+        parts = [part for part in parts if part.columns.shape[1]] or [place(())]
+        if len(parts) == 1:
+            return parts[0]
+        firsts = list(itertools.accumulate((part.columns.shape[1] for part in parts), initial=0))
+
+        def indices(of: Callable[[Placed], Ints]) -> Ints:
+            return np.concatenate([first + of(part) for first, part in zip(firsts, parts, strict=False)])
+
+        return cls(
+            columns=np.concatenate([part.columns for part in parts], axis=1),
+            waits=any(part.waits for part in parts),
+            kept=indices(lambda part: part.kept),
+            gradients=indices(lambda part: part.gradients),
+            parameters=np.concatenate([part.parameters for part in parts]),
+            through_view=indices(lambda part: part.through_view),
+            sources=tuple(source for part in parts for source in part.sources),
+        )
+
+    def described(self, describe: Callable[[Template], Ints]) -> Ints:
+        """What `describe` says of a template's entries, for the entries of all runs. [num_entries]"""
+        none = np.zeros(0, dtype=np.int64)
+        return np.concatenate([none, *(np.tile(describe(template), count) for template, count in self.sources)])
 
 
 def place(runs: Sequence[BlockRun]) -> Placed:
@@ -106,7 +135,10 @@ def place(runs: Sequence[BlockRun]) -> Placed:
             parameters.append(np.tile(template.parameter_numbers, len(members)))
             kept.append((firsts[keeping] + template.gradient_columns).ravel())
     waits = bool(columns[BORN].max(initial=0) >= FOREVER)
-    return Placed(columns, waits, *map(np.concatenate, (kept, gradients, parameters, through_view)))
+    sources = tuple((members[0].template, len(members)) for members in groups.values())
+    joined = {"kept": kept, "gradients": gradients, "parameters": parameters, "through_view": through_view}
+    indices = {name: np.concatenate(parts) for name, parts in joined.items()}
+    return Placed(columns, waits, **indices, sources=sources)
 
 
 def _place(template: Template, runs: Sequence[BlockRun], born: Ints, dies: Ints) -> npt.NDArray[np.bool_]:

@@ -7,7 +7,6 @@ a block is in its `Hooks`. `placing.py` turns the runs into columns.
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -362,6 +361,10 @@ class Step:
         forked._freed_not_reusable = self._freed_not_reusable.copy()
         return forked
 
+    def placed(self) -> Placed:
+        """The entries of all runs so far, which come first in the timeline."""
+        return Placed.joined([*self._placed, place(self._runs)])
+
     def timeline(self) -> Timeline:
         """The `Timeline` of the finished step."""
         n = len(self.phases)
@@ -369,15 +372,12 @@ class Step:
             self._single.extend(one.until(FOREVER))
         self._allocated.clear()
         self.reuse(list(self._freed_not_reusable))
-        placed = [*self._placed, place(self._runs)] if self._runs else self._placed
-        none = np.zeros((WIDTH, 0), dtype=np.int64)
-        columns = np.concatenate([none, *(runs.columns for runs in placed), *self._gather()], axis=1)
-        firsts = list(itertools.accumulate((runs.columns.shape[1] for runs in placed), initial=0))[:-1]
+        placed = self.placed()
+        columns = np.concatenate([placed.columns, *self._gather()], axis=1)
         born, dies = columns[BORN], columns[DIES]
-        for first, runs in zip(firsts, placed, strict=True):
-            dies[first + runs.kept] = self.gradients_die
-            if runs.waits:
-                born[born >= FOREVER] += n - FOREVER
+        dies[placed.kept] = self.gradients_die
+        if placed.waits:
+            born[born >= FOREVER] += n - FOREVER
         timeline = Timeline(
             names=Texts(columns[NAME]),
             modules=Texts(columns[MODULE]),
@@ -392,9 +392,7 @@ class Step:
         )
         if self.update_in_backward is None:
             return timeline
-        entries = np.concatenate([none[0], *(first + runs.gradients for first, runs in zip(firsts, placed, strict=True))])
-        names = np.concatenate([none[0], *(runs.parameters for runs in placed)])
-        made = timeline.born[entries] < n
-        views = np.concatenate([none[0], *(first + runs.through_view for first, runs in zip(firsts, placed, strict=True))])
-        gradients = Gradients.of(timeline, entries[made], Texts(names[made]), views)
+        made = timeline.born[placed.gradients] < n
+        entries, names = placed.gradients[made], Texts(placed.parameters[made])
+        gradients = Gradients.of(timeline, entries, names, placed.through_view)
         return updated_in_backward(timeline, gradients, self._backward_ends, self.update_in_backward)

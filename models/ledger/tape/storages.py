@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.operations import Operation, Storage, Tensor
 from peakcast.models.ledger.tape.split_backward import waits_until
-from peakcast.models.ledger.tape.template import TEMPORARIES, Row, Waiting, backward_row
+from peakcast.models.ledger.tape.template import BLOCK_INPUT, TEMPORARIES, Row, Waiting, backward_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def num_recomputed(block: TapedBlock) -> int:
 def forward_temporaries(operations: Sequence[Operation]) -> list[Row]:
     """Rows of the tensors that live while one operation runs forward."""
     return [
-        Row(f"{one.name}.temporary", TEMPORARIES, size, at, at + 1, dies_without_graph=at + 1, stream=stream)
+        Row(f"{one.name}.temporary", TEMPORARIES, size, at, at + 1, dies_without_graph=at + 1, stream=stream, operation=at)
         for at, one in enumerate(operations)
         for size, stream in one.forward_temporaries
     ]
@@ -90,31 +90,38 @@ class StorageLives:
             last = min(last, storage.made_again)
             if freed is not None:
                 again = self._ran[storage.made_again] - 1
-                self.rows.append(
-                    backward_row(storage.name, storage.num_bytes, again, freed, storage.stream, storage.category)
-                )
+                self._add_again(storage, again, freed)
                 self._copy(storage, again)
                 freed = None
         for copy in storage.on_host:
-            self.rows.append(
-                backward_row(storage.name, storage.num_bytes, copy.back, copy.freed, storage.stream, storage.category)
-            )
+            self._add_again(storage, copy.back, copy.freed)
         if self._block.splits_backward and freed is not None:
             self._wait(storage, freed)
         else:
             self._free(storage, last + 1, freed)
+
+    def _maker(self, storage: Storage) -> int:
+        """`Row.operation` of a storage."""
+        of_input = self._block.input is not None and storage is self._block.input.storage
+        return BLOCK_INPUT if of_input else storage.born
+
+    def _add_again(self, storage: Storage, born: int, dies: int, name: str = "") -> None:
+        """Add a row for a tensor of backward that has the contents of a storage. `name`: the storage's, by default."""
+        row = backward_row(name or storage.name, storage.num_bytes, born, dies, storage.stream, storage.category)
+        row.operation = self._maker(storage)
+        self.rows.append(row)
 
     def _copy(self, storage: Storage, again: int) -> None:
         """Add the second copy of an output that is recomputed at the backward instant `again`, and its gradient."""
         if storage.copied_until is None:
             return
         until, name = self._ran[storage.copied_until], storage.name
-        self.rows.append(
-            backward_row(f"{name}.recomputed", storage.num_bytes, again, until, storage.stream, storage.category)
-        )
+        self._add_again(storage, again, until, f"{name}.recomputed")
         since = self._ran[storage.born]
         if since < until:
-            self.rows.append(backward_row(f"{name}.gradient", storage.num_bytes, since, until, storage.stream))
+            gradient = backward_row(f"{name}.gradient", storage.num_bytes, since, until, storage.stream)
+            gradient.operation = self._maker(storage)
+            self.rows.append(gradient)
 
     def _saved_until(self, storage: Storage) -> int | None:
         """The backward instant at which the last operation that saved it has run and autograd frees it (engine.cpp
@@ -158,6 +165,7 @@ class StorageLives:
                 dies_without_graph=read_until,
                 cached=cached,
                 stream=storage.stream,
-                allocated=self._block.input is None or storage is not self._block.input.storage,
+                allocated=self._maker(storage) != BLOCK_INPUT,
+                operation=self._maker(storage),
             )
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from peakcast.models.allocator.rounding import MIN_BLOCK_BYTES
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.timelines.timeline import Category, Phase
 
+NO_OPERATION, BLOCK_INPUT = -1, -2
+"""In place of an operation's number: of a tensor that no operation of the block makes, and of the block's input, which the
+last operation of the block before has made."""
 OUTPUT_GRADIENT = "gradient"
 """The name of the gradient that a block receives for its output from the block after it."""
 
@@ -71,6 +74,15 @@ class Reload:
     last: str
 
 
+class OperationInstants(NamedTuple):
+    """When operations run for the first time, by their names: in forward, in a recomputation inside the block's backward,
+    and in backward. (A recomputation that is a run of its own is another forward.)"""
+
+    forward: Mapping[str, int]
+    again: Mapping[str, int]
+    backward: Mapping[str, int]
+
+
 @dataclass(slots=True)
 class Row:
     """One tensor of a template, before rows become columns. Fields mean what the columns of the same names mean in
@@ -91,6 +103,7 @@ class Row:
     stream: int = 0
     through_view: bool = False
     allocated: bool = True
+    operation: int = NO_OPERATION
 
 
 TEMPORARIES, GRADIENTS = int(Category.TEMPORARIES), int(Category.GRADIENTS)
@@ -136,6 +149,8 @@ class Columns:
     allocated: npt.NDArray[np.bool_]
     """Whether the operation at `born` allocates the entry. Otherwise it comes from outside the block, or the operation
     before made it, in place of a tensor that was freed when that operation ended."""
+    operations: npt.NDArray[np.int32]
+    """The number of the operation that makes each entry, in forward or in backward; or `NO_OPERATION`, `BLOCK_INPUT`."""
     streams: npt.NDArray[np.int64] | None = None
     """The stream on which each entry is allocated; None: all on the computing stream."""
     through_view: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -160,6 +175,7 @@ def column_fields(rows: Sequence[Row]) -> dict[str, Any]:
         dies_without_graph=np.array([row.dies_without_graph for row in rows], dtype=np.int64),
         cached=np.array([row.cached for row in rows], dtype=bool),
         allocated=np.array([row.allocated for row in rows], dtype=bool),
+        operations=np.array([row.operation for row in rows], dtype=np.int32),
         streams=np.array(streams, dtype=np.int64) if any(streams) else None,
         through_view=np.flatnonzero([row.through_view for row in rows]),
     )
@@ -232,14 +248,9 @@ class Template(Columns):
         """`parameters` as the numbers of `Texts`."""
         return Texts.of(self.parameters).numbers
 
-    @cached_property
-    def gradients_of(self) -> dict[str, npt.NDArray[np.int64]]:
-        """By operation, the indices into `gradient_columns` of the gradients it makes ("q_proj" makes
-        "q_proj.weight.grad")."""
-        found: dict[str, list[int]] = {}
-        for place, column in enumerate(self.gradient_columns.tolist()):
-            found.setdefault(self.names[column].rsplit(".", 2)[0], []).append(place)
-        return {operation: np.array(places, dtype=np.int64) for operation, places in found.items()}
+    def made_by(self, mark: Mark) -> npt.NDArray[np.bool_]:
+        """Which entries operations with this mark make, in forward or in backward. [num_entries]"""
+        return np.isin(self.operations, self.forward_marks.get(mark, ()))
 
     @cached_property
     def in_forward(self) -> dict[str, int]:
@@ -250,6 +261,11 @@ class Template(Columns):
     def in_backward(self) -> dict[str, int]:
         """The first backward instant of each label."""
         return {label: instant for instant, label in reversed(list(enumerate(self.backward_labels)))}
+
+    @property
+    def instants(self) -> OperationInstants:
+        """When the operations run that read the weights of single modules."""
+        return OperationInstants(self.in_forward, {}, self.in_backward)
 
     @cached_property
     def forward_phases(self) -> tuple[bytes, ...]:

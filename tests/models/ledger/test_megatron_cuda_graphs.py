@@ -65,6 +65,28 @@ def test_what_graphed_parts_make_is_in_their_pool_or_in_a_replayed_step_but_not_
     assert bool(of_layers[1]) == (scope in ("attn", "mlp"))  # the other half of each layer has no graph
 
 
+@pytest.mark.parametrize(
+    ("mixture", "made"),
+    [
+        ({"moe_grouped_gemm": True}, "experts.linear_fc1"),
+        ({"moe_token_dispatcher_type": "allgather"}, "expert.linear_fc1"),  # one expert after the other
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe"], "moe_grouped_gemm": True}, "moe"),
+    ],
+)
+def test_experts_are_in_the_graphs_of_their_own_part_however_they_run(mixture, made):
+    routed = {"num_experts": 8, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "disable_bias_linear": True}
+    for scope, graphed in (("attn", False), ("moe", True)):
+        one = job(**GRAPHS, cuda_graph_scope=scope, **{**routed, **mixture})
+        pool, outside = (set(megatron_ledger(one, step=kind).names) for kind in ("captured", "replayed"))
+        assert (made in pool, made in outside) == (graphed, not graphed)
+
+
+def test_what_fsdp_gathers_for_a_layer_is_outside_of_graphs():
+    sharded = job(2, **GRAPHS, use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params")
+    steady, replayed = (megatron_ledger(sharded, step=kind) for kind in ("steady", "replayed"))
+    assert named(replayed, "whole_gradients") == named(steady, "whole_gradients") > 0
+
+
 def test_recording_needs_an_output_for_each_layer_in_flight_beside_the_next_ones_input():
     """A stage without a head: its steps without graphs have one tensor of the stream's size between two layers."""
     four = job(2, pipeline_model_parallel_size=2, num_layers=16, **GRAPHS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from peakcast.core.units import BOOL, FP32, INT32, INT64
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.expert_context import ExpertContext
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 
 
@@ -101,7 +102,8 @@ class Dispatch:
         mask = self.tokens * experts.num_experts
         rows = self._permute(x, None, self.tokens, self.sent, mask)
         if experts.permute_fusion:
-            chosen = tape.operation("dispatch.permute_probabilities", [probabilities], self.sent * element)
+            with tape.marked(Mark.PERMUTATION):
+                chosen = tape.operation("dispatch.permute_probabilities", [probabilities], self.sent * element)
         else:
             transposed = tape.operation("dispatch.transpose_probabilities", [probabilities], mask * element)
             chosen = tape.operation(
@@ -171,7 +173,8 @@ class Dispatch:
         )
         self._alive.append(held)
         rows = self._permute(x, None, arrived, self.rows, local)
-        return rows, tape.operation("dispatch.permute_probabilities", [held], self.rows * FP32)
+        with tape.marked(Mark.PERMUTATION):
+            return rows, tape.operation("dispatch.permute_probabilities", [held], self.rows * FP32)
 
     def _combine_by_deepep(self, output: Tensor) -> Tensor:
         """The experts' outputs, added to the tokens that arrived, which DeepEP sends back and adds."""
@@ -215,14 +218,15 @@ class Dispatch:
         if not self.experts.permute_fusion:  # transposed map, arange, nonzero
             temporary = map_elements * BOOL + tokens * INT64 + 2 * rows * INT64
         reads = [x] if mask is None else [x, mask]
-        return self.tape.operation(
-            "dispatch.permute",
-            reads,
-            rows * self.width,
-            saves=Saved(extra_bytes=[_permutation_bytes(self.experts, tokens, rows, map_elements)]),
-            gradients=[(x, tokens * self.width)],
-            forward_temporary_bytes=temporary,
-        )
+        with self.tape.marked(Mark.PERMUTATION):
+            return self.tape.operation(
+                "dispatch.permute",
+                reads,
+                rows * self.width,
+                saves=Saved(extra_bytes=[_permutation_bytes(self.experts, tokens, rows, map_elements)]),
+                gradients=[(x, tokens * self.width)],
+                forward_temporary_bytes=temporary,
+            )
 
     def _unpermute(self, output: Tensor, tokens: int) -> Tensor:
         """Add every row to its token; the indices are those of the permutation. `index_add_` saves the rows."""

@@ -75,7 +75,9 @@ def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Te
     middle = hidden if context.part == "mlp" else _attended(tape, hidden, context)
     output = middle
     if context.part != "attention":
-        output = bias_dropout_add(tape, feed_forward(tape, middle, context), middle, context, "mlp_bda")
+        fed = feed_forward(tape, middle, context)
+        with tape.marked(Mark.FEED_FORWARD if context.experts is None else Mark.EXPERTS):
+            output = bias_dropout_add(tape, fed, middle, context, "mlp_bda")
     tape.hold(hidden)
     return output
 
@@ -137,6 +139,12 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     experts, a mixture of experts instead."""
     if context.experts is not None:
         return routed_feed_forward(tape, x, context, context.experts)
+    with tape.marked(Mark.FEED_FORWARD):
+        return _dense_of_norm(tape, x, context)
+
+
+def _dense_of_norm(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
+    """The dense feed-forward with its norm."""
     begin = tape.num_tensors
     normalized = own_norm(tape, x, context, "pre_mlp_layernorm")
     end = tape.num_tensors

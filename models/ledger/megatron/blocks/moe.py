@@ -35,11 +35,11 @@ MOST_EXPERTS_IN_A_ROW = 16
 def routed_feed_forward(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertContext) -> Tensor:
     """The feed-forward of a layer: [stream_rows, hidden] in and out. The norm before it is a module of its own."""
     begin = tape.num_tensors
-    with tape.marked(Mark.FEED_FORWARD_NORM):
+    with tape.marked(Mark.FEED_FORWARD_NORM), tape.marked(Mark.ROUTER):
         x = norm(tape, x, context, context.stream_rows, context.hidden, "pre_mlp_layernorm")
     end = tape.num_tensors
     if experts.recompute_layer:
-        with tape.marked(Mark.RECOMPUTED_EXPERTS):
+        with tape.marked(Mark.RECOMPUTED_EXPERTS), tape.marked(Mark.EXPERTS):
             output = checkpointed(tape, x, "moe", lambda part, held: mixture_of_experts(part, held, context, experts))
     else:
         output = mixture_of_experts(tape, x, context, experts)
@@ -51,20 +51,28 @@ def routed_feed_forward(tape: Tape, x: Tensor, context: MegatronContext, experts
 
 def mixture_of_experts(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertContext) -> Tensor:
     """`MoELayer`: [stream_rows, hidden] in and out. The router saves the input."""
-    shared = _shared_expert(tape, x, context, experts) if experts.shared_ffn else None
-    probabilities = router(tape, x, context, experts)
-    dispatch = Dispatch(tape, context, experts)
+    with tape.marked(Mark.ROUTER):
+        shared = _shared_expert(tape, x, context, experts) if experts.shared_ffn else None
+        probabilities = router(tape, x, context, experts)
+    with tape.marked(Mark.EXPERTS):
+        dispatch = Dispatch(tape, context, experts)
+        output = _routed(tape, x, probabilities, dispatch, context, experts)
+        if shared is not None:
+            output = tape.operation("add_shared", [output, shared], x.num_bytes, gradients=[(output, None), (shared, None)])
+            if context.runs.in_parts:
+                tape.keep_with_graph(shared)
+        dispatch.release()
+    return output
+
+
+def _routed(
+    tape: Tape, x: Tensor, probabilities: Tensor, dispatch: Dispatch, context: MegatronContext, experts: ExpertContext
+) -> Tensor:
+    """What the experts make of the tokens that are routed to them, back in the order of the tokens."""
     with tape.marked(Mark.DISPATCH):
         rows, chosen = dispatch.send(x, probabilities)
     run = _grouped if experts.grouped else _one_by_one
-    computed = run(tape, rows, chosen, dispatch.rows, context, experts)
-    output = dispatch.combine(computed)
-    if shared is not None:
-        output = tape.operation("add_shared", [output, shared], x.num_bytes, gradients=[(output, None), (shared, None)])
-        if context.runs.in_parts:
-            tape.keep_with_graph(shared)
-    dispatch.release()
-    return output
+    return dispatch.combine(run(tape, rows, chosen, dispatch.rows, context, experts))
 
 
 def _grouped(
