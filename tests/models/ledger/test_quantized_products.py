@@ -91,6 +91,7 @@ def test_an_adapters_output_is_narrow_before_it_is_added_to_a_quantised_product(
 
     assert copies(Finetuning(method="lora", **everywhere)) == 2
     assert copies(Finetuning(method="qlora", quantization="nf4", **everywhere)) == 0
+    assert copies(Finetuning(method="qlora", quantization="gptq", **everywhere)) == 2  # peft's other class
 
 
 PROGRAM = """

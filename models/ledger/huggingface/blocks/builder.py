@@ -152,8 +152,9 @@ class BlockBuilder:
         summed = self.for_rows(context.stream_rows, self.num_matrices) if outer else self
         y = summed._split_linear(y, up, inner)
         y = ops.scale(tape, y, f"{name}.lora.scaling")
-        if y.num_bytes != narrow_bytes and name != context.linears.left_whole and tuning.quantization:
-            y = ops.cast(tape, y, narrow_bytes, f"{name}.lora.to_result_dtype")  # before the sum (peft 0.21 lora/bnb.py)
+        of_bitsandbytes = tuning.quantization in ("nf4", "int8") and name != context.linears.left_whole
+        if of_bitsandbytes and y.num_bytes != narrow_bytes:
+            y = ops.cast(tape, y, narrow_bytes, f"{name}.lora.to_result_dtype")  # first (peft 0.21 lora/bnb.py; gptq.py last)
         result = ops.add(tape, result, y, f"{name}.lora.add")
         for variable in variables:  # variables of the adapter's forward refer to them
             tape.hold(variable)
