@@ -153,8 +153,8 @@ class BlockBuilder:
         y = summed._split_linear(y, up, inner)
         y = ops.scale(tape, y, f"{name}.lora.scaling")
         of_bitsandbytes = tuning.quantization in ("nf4", "int8") and name != context.linears.left_whole
-        if of_bitsandbytes and y.num_bytes != narrow_bytes:
-            y = ops.cast(tape, y, narrow_bytes, f"{name}.lora.to_result_dtype")  # first (peft 0.21 lora/bnb.py; gptq.py last)
+        if of_bitsandbytes and y.num_bytes != narrow_bytes:  # peft 0.21 lora/bnb.py casts first, gptq.py last
+            y = ops.cast(tape, y, narrow_bytes, f"{name}.lora.to_result_dtype")
         result = ops.add(tape, result, y, f"{name}.lora.add")
         for variable in variables:  # variables of the adapter's forward refer to them
             tape.hold(variable)
