@@ -107,8 +107,9 @@ def _product_4bit(
     absmax_offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if absmax_8bit is not None:
-        absmax = torch.empty_like(absmax_8bit, dtype=torch.float32) + absmax_offset
-    assert absmax is not None  # it lives until the product is computed
+        scales = torch.empty_like(absmax_8bit, dtype=torch.float32)
+        absmax = scales + absmax_offset
+    assert absmax is not None  # both live until the product is computed
     whole = torch.empty(tuple(shape), dtype=given.dtype, device=given.device)
     return torch.nn.functional.linear(given, whole, bias)
 

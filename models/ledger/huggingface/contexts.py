@@ -39,6 +39,7 @@ from peakcast.models.ledger.huggingface.blocks.dtypes import ElementBytes, Quant
 from peakcast.models.ledger.huggingface.blocks.ring_attention import ring_of
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.ledger.huggingface.blocks.traits import rotates, slides
+from peakcast.models.ledger.huggingface.stored_parameters import left_whole
 from peakcast.models.ledger.layouts import (
     adapters_are_units,
     adapters_are_whole,
@@ -50,6 +51,7 @@ from peakcast.models.ledger.layouts import (
 )
 from peakcast.models.ledger.layouts.module_tree import LORA_B, ModulePath, path_of
 from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK, virtual_tokens
+from peakcast.models.ledger.parameters.quantization import NF4_BLOCK
 from peakcast.networks.families import family_of
 from peakcast.networks.trained_parts import copies_head, copies_table
 
@@ -179,8 +181,10 @@ def _quantized(job: TrainingJob, convention: Mapping[str, Any]) -> QuantizedLine
     narrow = job.precision.wide_compute if convention.get("autocast") else weights
     if job.finetuning.quantization != "nf4":
         return QuantizedLinears(narrow=narrow, weights=narrow, multiplies=narrow)
+    scales = job.finetuning.double_quantization and not convention.get("quantized_casts_in_forward")
     return QuantizedLinears(
         narrow=narrow,
+        elements_per_scale=NF4_BLOCK if scales else 0,
         weights="float16" if convention.get("quantized_from_float16") else weights,
         multiplies=str(convention.get("quantized_compute_dtype") or job.precision.wide_compute),
         input_decides=bool(convention.get("quantized_compute_from_input")),
@@ -314,14 +318,16 @@ def target_context(context: HFContext, job: TrainingJob) -> HFContext:
 
 def layer_contexts(context: HFContext, job: TrainingJob) -> list[HFContext]:
     """The context of every decoder layer; equal layers have the same object."""
-    kinds: dict[tuple[bool, bool, bool, bool, str], HFContext] = {}
-    parts = job.architecture.layer_types
+    kinds: dict[tuple[bool, bool, bool, bool, str, bool], HFContext] = {}
+    parts, (last, matrix) = job.architecture.layer_types, left_whole(job)
+    with_matrix = replace(context, linears=replace(context.linears, left_whole=matrix.removesuffix(".weight")))
     found = []
     for index in range(job.architecture.num_hidden_layers):
         slid, named = slides(job.architecture, index, context.sequence), parts[index] if parts else ""
-        kind = index == 0, job.architecture.is_moe_layer(index), slid, rotates(job.architecture, index), named
+        whole = last == f"layers.{index}"
+        kind = index == 0, job.architecture.is_moe_layer(index), slid, rotates(job.architecture, index), named, whole
         if kind not in kinds:
-            kinds[kind] = _layer_context(context, job, index)
+            kinds[kind] = _layer_context(with_matrix if whole else context, job, index)
         found.append(kinds[kind])
     return found
 

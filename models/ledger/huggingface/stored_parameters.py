@@ -17,7 +17,7 @@ from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.expert_adapters import expert_adapters
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.ledger.layouts import adapters_are_whole, expert_ranks, gathered_dtype
-from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.base import StoredTensor, is_decayed
 from peakcast.models.ledger.layouts.module_tree import (
     LM_HEAD,
     ORIGINAL,
@@ -89,7 +89,7 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
                 used,
                 trains=True,
                 expert_ranks=ranks if tensor.role == "expert" else 1,
-                decays=len(tensor.shape) > 1,
+                decays=is_decayed(tensor.name, tensor.shape),
                 gradient_parts=group.ranks if waits and tensor.role == "embedding" else 1,
                 parts_in_optimizer=group.ranks if alone and tensor.role == "embedding" else 1,
                 sent_bytes=_sent_bytes(job, tensor, module),
@@ -139,7 +139,7 @@ def _copies(
     group = tensor_parallel(job)
     for module, tensor in (*everything, *_shared_head(job)):
         if _is_copied(tensor.name, job):
-            decays = len(tensor.shape) > 1
+            decays = is_decayed(tensor.name, tensor.shape)
             yield StoredTensor(tensor.name, module, group.shape(tensor), size, used, trains=True, decays=decays)
 
 
@@ -182,9 +182,9 @@ def _rank_experts(tensor: ParameterTensor, ranks: int) -> ParameterTensor:
 
 
 def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, used: int) -> list[StoredTensor]:
-    """The stored form of a weight that does not train: quantised if its role is one of `quantised_roles`, else the weight
-    itself."""
-    if len(tensor.shape) >= 2 and tensor.role in quantised_roles(job):
+    """The stored form of a weight that does not train: quantised if its role is one of `quantised_roles`, else, or if it is
+    `left_whole`, the weight itself."""
+    if len(tensor.shape) >= 2 and tensor.role in quantised_roles(job) and (module, tensor.name) != left_whole(job):
         *stacked, out_features, in_features = tensor.shape  # experts may be stacked along a first dimension
         chosen = conventions(job)
         parts = quantized_linear_bytes(
@@ -219,6 +219,27 @@ def quantised_roles(job: TrainingJob) -> tuple[str, ...]:
     routed = method == "gptq" or bool(conventions(job).get("quantized_experts"))
     head = ("lm_head",) if conventions(job).get("quantized_lm_head") else ()
     return (*QUANTISED_ROLES, *head, *(ROUTED_ROLES if routed else ()))
+
+
+def left_whole(job: TrainingJob) -> tuple[str, str]:
+    """(module, name) of the matrix that bitsandbytes leaves whole because it is the network's last parameter; empty names
+    if that is a norm, a bias or the head, as of most networks. OLMo's norms have no weights, and a shared head no own ones.
+
+    Source: transformers 5.17 quantizers/base.py get_keys_to_not_convert; 4.44 integrations/bitsandbytes.py has it too.
+    """
+    if job.finetuning.quantization not in ("nf4", "int8"):
+        return "", ""
+    return _last_matrix(weights_job(job))
+
+
+@lru_cache(maxsize=512)
+def _last_matrix(job: TrainingJob) -> tuple[str, str]:
+    """The network's last parameter, if it is the matrix of a Linear inside a layer."""
+    everything = list(_all_parameters(job))
+    module, last = everything[-1]
+    norms = any(tensor.role == "norm" for other, tensor in everything if other == module)  # which come after matrices
+    is_matrix = last.role in QUANTISED_ROLES and last.name.endswith(".weight")
+    return (module, last.name) if is_matrix and not norms else ("", "")
 
 
 def _layer(module: str) -> int:

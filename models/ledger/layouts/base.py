@@ -26,6 +26,12 @@ from peakcast.models.ledger.tape.update_in_backward import ParameterKey, Paramet
 from peakcast.timelines.timeline import Category
 
 
+def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether the Trainer decays the weight: a matrix whose name does not call it a bias, as of stacked experts
+    (transformers 5.17 trainer.py `get_decay_parameter_names`). Of vectors almost all are biases and norms, which do not."""
+    return len(shape) > 1 and "bias" not in name
+
+
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
     """A tensor of the network as it is stored, before sharding. `shape[0]` is its number of rows (dimension 0).

@@ -54,8 +54,8 @@ class TrainedTensor:
 
     @property
     def is_embedding(self) -> bool:
-        """Whether it is the weight of an nn.Embedding."""
-        return self.module == "embedding" and len(self.shape) == 2
+        """Whether it is the weight of an nn.Embedding, or the vector that FSDP1 leaves of one (`use_orig_params`)."""
+        return self.module == "embedding" and self.decays and self.name.endswith(".weight")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from peakcast.core.units import DTYPE_BYTES
 from peakcast.jobs.conventions import adapter_dtype, mixes_precision
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
-from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.base import StoredTensor, is_decayed
 from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of, module_of
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.walk import WalkedParameter
@@ -41,5 +41,5 @@ def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor,
             if module_of(name).is_adapter:
                 own = adapters
             gathered = used if mixes and own > 1 else own  # packed bytes are not cast
-            tensors.append(StoredTensor(name, module, shape, own, gathered, trains, decays=len(shape) > 1))
+            tensors.append(StoredTensor(name, module, shape, own, gathered, trains, decays=is_decayed(name, shape)))
     return tuple(tensors)

@@ -134,6 +134,24 @@ def test_whole_dimensions_are_slices_with_gradients_of_their_own():
     assert gradients("2.8.0") == [("shift_logits.rows.gradient", whole), ("shift_logits.vocabulary.gradient", shifted)]
 
 
+def test_logits_of_one_row_are_contiguous_without_their_last_and_are_not_copied():
+    """`logits[..., :-1, :].contiguous()` is the slice itself if all dimensions before it have one element; its gradient is
+    scattered all the same."""
+
+    def made(micro_batch_size, torch="2.9.0"):
+        versions = FrozenMapping({"transformers": "4.45.2", "torch": torch})
+        timeline = ledger(job(versions=versions, micro_batch_size=micro_batch_size), step="steady")
+        sizes = zip(timeline.names, timeline.num_bytes.tolist(), strict=True)
+        return sorted(one for one in sizes if one[0].startswith("shift_logits"))
+
+    assert made(2) == [("shift_logits", 2 * 255 * 4096 * 4), ("shift_logits.gradient", 2 * 256 * 4096 * 4)]
+    assert made(1) == [("shift_logits.gradient", 256 * 4096 * 4)]
+    assert made(1, "2.8.0") == [
+        ("shift_logits.rows.gradient", 256 * 4096 * 4),
+        ("shift_logits.vocabulary.gradient", 255 * 4096 * 4),
+    ]
+
+
 def test_reserved_memory_with_a_loss_in_place_on_one_gpu():
     """Published runs: what is outside PyTorch is one process's context with this loss as with the other."""
 

@@ -1,5 +1,6 @@
 """Optimizers: states and temporaries counted by hand from the libraries' sources."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -9,10 +10,12 @@ from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.architecture import Architecture
-from peakcast.jobs.spec import IN_8_BITS, PAGED, Optimizer, OptimizerName, Precision, TrainingJob
+from peakcast.jobs.spec import IN_8_BITS, PAGED, Optimizer, OptimizerName, Parallelism, Precision, TrainingJob
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.host import paged_state_bytes
+from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
+from peakcast.models.ledger.layouts.base import is_decayed
 from peakcast.models.ledger.optimizers.choice import RULES
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.local_variables import Locals
@@ -122,6 +125,28 @@ def test_four_bit_codes_are_not_wide_in_the_update_of_torch_2_4():
 def test_eight_bit_states_of_embeddings_are_wide_with_the_trainer_alone():
     absmax = EMBEDDING // 256 * 4
     assert states(job("adamw_8bit")) - states(job("adamw_8bit", framework="torch")) == 2 * (EMBEDDING * 3 - absmax)
+
+
+def test_eight_bit_states_of_a_divided_table_are_wide_if_fsdp1_leaves_it_the_tables_own():
+    """transformers registers the nn.Embedding; under `use_orig_params` its weight is this rank's part, which of two ranks
+    is the whole table where table, head and last norm are the root's flat parameter. A flat parameter is no table's."""
+    layout = Parallelism(data_parallel_size=2, sharding="fsdp1")
+    own, flat = (
+        states(job("adamw_8bit", parallelism=layout, framework_options=FrozenMapping({"fsdp1_use_orig_params": one})))
+        for one in (True, False)
+    )
+    assert own - flat == pytest.approx(2 * (EMBEDDING * 3 - EMBEDDING // 256 * 4), abs=NORMS * 8 + 512 * 4 * NUM_TENSORS)
+
+
+def test_weights_of_stacked_experts_that_are_called_biases_do_not_decay():
+    assert [is_decayed(name, (4, 8)) for name in ("mlp.experts.down_proj", "mlp.experts.down_proj_bias")] == [True, False]
+    assert not is_decayed("input_layernorm.weight", (8,))
+    gpt_oss = replace(catalog.architecture("gpt-oss-20b"), num_hidden_layers=1)
+    stored = stored_parameters(job("adam").replace(architecture=gpt_oss))
+    assert [one.name for one in stored if len(one.shape) > 1 and not one.decays] == [
+        "mlp.experts.gate_up_proj_bias",
+        "mlp.experts.down_proj_bias",
+    ]
 
 
 def test_four_bit_states_take_half_a_byte_and_a_scale_per_128():

@@ -90,7 +90,7 @@ class BlockBuilder:
         `split` over the ranks of a tensor-parallel group."""
         context, tuning = self.context, self.context.finetuning
         adapted = tuning.method != "full" and is_adapter_target(name, tuning, context.architecture)
-        if tuning.quantization is not None:
+        if tuning.quantization is not None and name != context.linears.left_whole:
             result = self.quantized_linear(x, in_features, out_features, name)
             if adapted:  # "defensively clone" (peft lora/bnb.py)
                 result = self.tape.operation(f"{name}.clone", [result], result.num_bytes, gradients=[(result, None)])
@@ -152,6 +152,9 @@ class BlockBuilder:
         summed = self.for_rows(context.stream_rows, self.num_matrices) if outer else self
         y = summed._split_linear(y, up, inner)
         y = ops.scale(tape, y, f"{name}.lora.scaling")
+        of_bitsandbytes = tuning.quantization in ("nf4", "int8") and name != context.linears.left_whole
+        if of_bitsandbytes and y.num_bytes != narrow_bytes:  # peft 0.21 lora/bnb.py casts first, gptq.py last
+            y = ops.cast(tape, y, narrow_bytes, f"{name}.lora.to_result_dtype")
         result = ops.add(tape, result, y, f"{name}.lora.add")
         for variable in variables:  # variables of the adapter's forward refer to them
             tape.hold(variable)

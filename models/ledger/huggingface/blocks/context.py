@@ -36,6 +36,8 @@ class Linears:
     """Whether bitsandbytes keeps the input of a frozen 4-bit matrix, for a gradient that nothing needs (before 0.43.2)."""
     quantized_head: bool = False
     """Whether the lm_head is quantised like the layers' matrices."""
+    left_whole: str = ""
+    """The matrix of this layer that is not quantised with the others; "": none."""
     quantized: QuantizedLinears = IN_BFLOAT16
     unpack_in_place: bool = False
     """Whether quantised matrices are unpacked into one buffer that always exists (exllama), instead of a new one for each

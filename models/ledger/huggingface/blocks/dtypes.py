@@ -40,6 +40,9 @@ class QuantizedLinears:
     """Whether 4-bit Linears take the dtype of their first input instead, if that is not float16 (before 0.47)."""
     casts_in_forward: bool = False
     """Whether forward, too, dequantises to the dtype of the weights first (before 0.50)."""
+    elements_per_scale: int = 0
+    """Elements of a matrix for each float32 that its scales, themselves quantised, become in forward and stay until the
+    product is there; 0: none do."""
 
 
 IN_BFLOAT16 = QuantizedLinears()

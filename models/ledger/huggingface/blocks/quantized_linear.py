@@ -7,7 +7,7 @@ Source: bitsandbytes 0.50.2 `nn/modules.py` (Linear4bit.forward), `autograd/_fun
 
 from __future__ import annotations
 
-from peakcast.core.units import DTYPE_BYTES
+from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Output, Tape, Tensor
@@ -38,6 +38,8 @@ def quantized_linear(
     if before and not in_chunks:
         x = tape.operation(f"{name}.dequantize", [x], Output.view(x), gradients=[(x, None)], forward_temporary_bytes=before)
     again = (matrix + rows * in_features) * out_bytes if multiplied != product else 0
+    # variables of _dequant_linear_fallback: the scales as dequantised, and with their offset
+    scales = 2 * FP32 * (matrix // how.elements_per_scale) if how.elements_per_scale else 0
     if again:  # the gradient comes in the product's dtype, which autograd widens
         x = ops.cast_in_graph(tape, x, x.num_bytes, f"{name}.to_autocast_dtype")
     result = tape.operation(
@@ -45,7 +47,7 @@ def quantized_linear(
         [x],
         Output(rows * out_features * out_bytes, kind="matmul"),
         gradients=[(x, rows * in_features * out_bytes)],
-        forward_temporary_bytes=max(matrix * in_bytes + again, before * in_chunks),
+        forward_temporary_bytes=max(matrix * in_bytes + again + scales, before * in_chunks),
         backward_temporary_bytes=matrix * out_bytes,
     )
     if how.weights != product:

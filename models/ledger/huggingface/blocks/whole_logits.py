@@ -118,13 +118,17 @@ UPCASTS: dict[str, Callable[[Tape, Tensor, HFContext, int], LossInput]] = {
 
 
 def shift_logits(tape: Tape, x: Tensor, context: HFContext) -> Tensor:
-    """logits[..., :-1, :].contiguous(): a copy. Backward scatters its gradient into one of full size; if slicing the whole
-    last dimension counts as a slice too, first into another of the slice's size."""
-    size = x.num_bytes // context.rows * context.batch * (context.sequence - 1)
+    """logits[..., :-1, :].contiguous(): a copy, unless there is one row, whose slice is contiguous. Backward scatters its
+    gradient into one of full size; if slicing the whole last dimension counts as a slice too, first into another of the
+    slice's size."""
+    size, shared = x.num_bytes // context.rows * context.batch * (context.sequence - 1), context.batch == 1
     if not context.loss.slices_whole_dimensions:
-        return logits_op(tape, x, size, "shift_logits")
+        made = Output(size, view_of=x if shared else None, category=Category.LOGITS)
+        return tape.operation("shift_logits", [x], made)
     part = tape.operation("shift_logits.rows", [x], Output(size, view_of=x))
     whole = tape.operation("shift_logits.vocabulary", [part], Output(size, view_of=part))
+    if shared:
+        return whole
     return tape.operation("shift_logits", [whole], Output(size, category=Category.LOGITS), gradients=[(whole, None)])
 
 
