@@ -15,7 +15,6 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.versions import release
-from peakcast.dialects.common.asked_versions import AskedVersions
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation
 from peakcast.dialects.huggingface.trainer import PARTS, from_parts
@@ -149,7 +148,7 @@ def from_python_script(pasted: Pasted) -> Translation:
         _length_of_texts(about, training, notes)
     versions = {"unsloth": NEWEST_UNSLOTH} if unsloth else {}
     versions |= {str(name): str(version) for name, version in _mapping(about.get("versions")).items()}
-    asked = AskedVersions(FrozenMapping({**versions, **pasted.versions.given}), pasted.versions.here)
+    asked = replace(pasted.versions, given=FrozenMapping({**versions, **pasted.versions.given}))
     program = f"{method}.py" if method else ""
     inner = replace(pasted, values=training, companions=companions, versions=asked, program=program)
     job = notes.include(from_parts(inner, "training", whose))
