@@ -192,7 +192,9 @@ def _architecture_key(name: str) -> str:
     )
 
 
-_PACKAGING = re.compile(r"[-_.](gptq|awq|gguf|bnb|nf4|4bit|8bit|int4|int8|fp16|fp8|bf16|hf)(?=$|[-_.])", re.IGNORECASE)
+_PACKAGING = re.compile(
+    r"[-_.](gptq|awq|gguf|unsloth|bnb|nf4|4bit|8bit|int4|int8|fp16|fp8|bf16|hf)(?=$|[-_.])", re.IGNORECASE
+)
 
 
 def _without_packaging(name: str) -> str:

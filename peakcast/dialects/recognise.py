@@ -221,7 +221,7 @@ PROGRAMS = {
     "llamafactory-cli": ("llamafactory_v1", "llamafactory_megatron", "llamafactory"), "axolotl": ("axolotl",),
     "axolotl.cli.train": ("axolotl",), "tune": ("torchtune",), "litgpt": ("litgpt",),
     "openrlhf": ("openrlhf",), "verl": ("verl",), "automodel": ("automodel",), "run_recipe.py": ("megatron_bridge",),
-    "swift": ("swift",), "megatron": ("swift_megatron",), "torchtitan.train": ("torchtitan",),
+    "swift": ("swift",), "llm_sft.py": ("swift",), "megatron": ("swift_megatron",), "torchtitan.train": ("torchtitan",),
     "run_train.sh": ("torchtitan",), "oumi": ("oumi",),
 }  # fmt: skip
 """Programs that only read one project's configurations -> its dialects; the last is used if no key identifies another."""

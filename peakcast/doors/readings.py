@@ -18,8 +18,8 @@ VERDICT = {"yes": "that fits", "no": "that does not fit", "uncertain": "whether 
 def with_others(
     prediction: Prediction, others: tuple[AlternativeReading, ...], predict: Callable[[TrainingJob], Prediction]
 ) -> Prediction:
-    """`prediction` with a finding for each of `others` that needs another amount, or cannot be answered. If one of them
-    fits and another does not, the verdict is uncertain."""
+    """`prediction` with a finding for each of `others` that needs another amount, or cannot be answered. The verdict is
+    uncertain if one of them fits and another does not, or if one cannot be answered."""
     found, fits = list(prediction.found), prediction.fits
     point = prediction.peak_allocated_bytes.point
     for reading in others:
@@ -30,12 +30,13 @@ def with_others(
             why = str(error).rstrip(".")
             sentence = f"{may_be}what it needs is not known here ({why}). {reading.way_out}"
             found.insert(0, Finding("setting_reinterpreted", "", "either", sentence))
+            fits = "uncertain"
             continue
-        if other.peak_allocated_bytes.point == point:
+        asked, else_ = format_gib(point), format_gib(other.peak_allocated_bytes.point)
+        if asked == else_ and other.fits == prediction.fits:
             continue
         sentence = (
-            f"{may_be}{format_gib(other.peak_allocated_bytes.point)} would be allocated and not {format_gib(point)}, and "
-            f"{VERDICT[other.fits]}. {reading.way_out}"
+            f"{may_be}{else_} would be allocated and not {asked}, and {VERDICT[other.fits]}. {reading.way_out}"
         )
         direction: Direction = "more" if other.peak_allocated_bytes.point > point else "less"
         found.insert(0, Finding("setting_reinterpreted", "", direction, sentence))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.asked_versions import AskedVersions, asked_versions
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Translation
+from peakcast.dialects.common.translation import AlternativeReading, Translation
 from peakcast.dialects.huggingface.whose_trainer import whose_trainer
 from peakcast.dialects.recognise import DIALECTS, PROGRAMS, recognised
 from peakcast.dialects.translate import ReadOptions, translated
 from peakcast.doors.batching import predict_batch
 from peakcast.doors.questions import translation_of
+from peakcast.doors.readings import with_others
 
 PLAIN = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 8, "block_size": None}
 GPU = "A100-80GB"
@@ -68,6 +70,7 @@ def test_beta_alone_is_dpos_or_that_of_a_method_without_a_reference() -> None:
     assert (other.job.loss.kind, other.job.micro_batch_size) == ("cross_entropy", 2 * 8)
     assert read(beta=0.1).job.reference == "model"
     assert read("dpo.py", beta=0.1).others == read(beta=0.1, rpo_alpha=1.0).others == ()
+    assert read(beta=0.0, num_generations=8).others == ()  # GRPO's
 
 
 @pytest.mark.parametrize(
@@ -251,6 +254,15 @@ def test_readings_that_agree_on_the_verdict_keep_it() -> None:
     found = api.predict(small, catalog.gpu(GPU))
     assert found.fits == "yes"
     assert any("may also be a run of TRL's trainers" in warning for warning in found.warnings)
+
+
+def test_a_reading_that_needs_as_much_is_not_shown() -> None:
+    prediction = api.predict(PLAIN | {"max_seq_length": 512}, GPU)
+    same = AlternativeReading("another run", api.read(PLAIN | {"max_seq_length": 512}), "Say which.")
+    assert with_others(prediction, (same,), lambda _: prediction) == prediction
+    point = prediction.peak_allocated_bytes.point + 1_000
+    hardly_more = replace(prediction, peak_allocated_bytes=replace(prediction.peak_allocated_bytes, point=point))
+    assert with_others(prediction, (same,), lambda _: hardly_more) == prediction  # the same number of GiB
 
 
 def test_a_batch_shows_them_too() -> None:

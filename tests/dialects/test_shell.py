@@ -8,7 +8,7 @@ import yaml
 
 from peakcast.core.errors import SpecError
 from peakcast.dialects.shell.launch import flags_to_mapping, launch_of
-from peakcast.dialects.shell.script import read_script
+from peakcast.dialects.shell.script import LEFT_OUT, read_script
 from peakcast.doors.questions import translation_of
 
 SCRIPTS = {
@@ -207,6 +207,14 @@ LAUNCHES = [
     ("accelerate launch --use_fsdp --num_processes 2 -m oumi.train -c a.yaml", "oumi.train", 2),
     ("python -m accelerate.commands.launch --num_processes 4 sft.py --bf16", "sft.py", 4),
     ("deepspeed --num_gpus 8 --num_nodes 2 train.py --deepspeed ds.json", "train.py", 16),
+    ("deepspeed --master_port=1 --include=localhost:0,1,2,3 train.py --deepspeed ds.json", "train.py", 4),
+    ("deepspeed -i worker-0:0,1@worker-1:3 train.py --deepspeed ds.json", "train.py", 3),
+    ("deepspeed --include worker-0@worker-1:0,2 train.py --deepspeed ds.json", "train.py", None),
+    ("CUDA_VISIBLE_DEVICES=0,1,2,3 deepspeed train.py --deepspeed ds.json", "train.py", 4),
+    ("export CUDA_VISIBLE_DEVICES=4,5\naccelerate launch sft.py --bf16", "sft.py", 2),
+    ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file a.yaml sft.py --bf16", "sft.py", None),
+    ("CUDA_VISIBLE_DEVICES=0,1,2 torchrun --nproc_per_node=gpu sft.py --bf16", "sft.py", 3),
+    ("CUDA_VISIBLE_DEVICES=0,1 deepspeed --hostfile hosts train.py --deepspeed ds.json", "train.py", None),
     (
         "tune run --nproc_per_node 2 lora_finetune_distributed --config a.yaml batch_size=4",
         "tune run lora_finetune_distributed",
@@ -295,3 +303,16 @@ def test_flags_as_argparse_and_hydra_have_them():
         (),
     )
     assert flags_to_mapping(["a.yaml", "--x", "1"]) == ({"x": "1"}, ("a.yaml",))
+
+
+def test_a_quoted_pattern_of_a_replacement_is_read():
+    script = read_script("N=a/b\nOUT=\"x-${N/'/'/_}\"\ntorchrun train.py --out $OUT")
+    assert [list(command.words[:2]) for command in script.commands] == [["torchrun", "train.py"]]
+
+
+def test_lines_that_are_no_bash_are_named():
+    script = read_script("A=1\nif then (\n", where="run.sh")
+    assert script.notes == [f"In lines 1 to 2 of run.sh {LEFT_OUT}"]
+    with pytest.raises(SpecError, match=r"runs no training program .* In lines 1 to 2 of run\.sh is something that"):
+        launch_of(script, "", "run.sh")
+    assert not read_script("if [ $A == 1 ]; then\ntorchrun train.py --bf16\n", where="run.sh").notes  # without its end

@@ -51,3 +51,13 @@ def test_what_is_trained_beside_adapters_under_megatron_needs_more(key, directio
     assert [each.direction for each in read.findings if each.parameter == key.split()[0]] == [direction]
     buckets = translation_of(f"{command} --ddp_bucket_size 1000000 --ddp_timeout 60\n")
     assert "ddp_bucket_size" not in buckets.ignored
+
+
+def test_the_script_of_ms_swift_2_is_read(tmp_path):
+    """examples/pytorch/llm/scripts/qwen_14b_chat/qlora/sft.sh of ms-swift 1 and 2."""
+    job = translation_of(
+        "CUDA_VISIBLE_DEVICES=0 python llm_sft.py --model_id_or_path Qwen/Qwen1.5-14B-Chat --sft_type lora --dtype bf16 "
+        "--quantization_bit 4 --lora_target_modules q_proj v_proj --lora_rank 4 --batch_size 3 --max_length 1024\n"
+    ).job
+    assert (job.finetuning.method, job.finetuning.rank, job.micro_batch_size) == ("qlora", 4, 3)
+    assert set(job.finetuning.targets) == {"q_proj", "v_proj"}

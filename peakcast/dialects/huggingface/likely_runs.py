@@ -62,12 +62,13 @@ def _of_other_methods(
 ) -> list[Likely]:
     """Runs of other trainers of TRL, which share nearly all arguments."""
     likely = []
-    if {key for key in KEYS_OF_METHODS["dpo"] if key in given} == {"beta"}:
+    method = method_of("", given)
+    if method == "dpo" and {key for key in KEYS_OF_METHODS["dpo"] if key in given} == {"beta"}:
         name = "a run of ORPO or CPO, which keep no reference, by beta"
         likely.append(Likely(name, replace(pasted, program="orpo.py"), parts, whose, ASK_METHOD))
     dataset = str(given.get("dataset_name", ""))
-    if method_of("", given) == "sft" and PREFERENCES.search(dataset):
-        method = "kto" if "kto" in dataset.lower() else "dpo"
-        name = f"a run of {method.upper()}, as the dataset {dataset} lets suppose"
-        likely.append(Likely(name, replace(pasted, program=f"{method}.py"), parts, whose, ASK_METHOD))
+    if method == "sft" and PREFERENCES.search(dataset):
+        other = "kto" if "kto" in dataset.lower() else "dpo"
+        name = f"a run of {other.upper()}, as the dataset {dataset} lets suppose"
+        likely.append(Likely(name, replace(pasted, program=f"{other}.py"), parts, whose, ASK_METHOD))
     return likely

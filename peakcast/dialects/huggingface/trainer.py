@@ -58,6 +58,8 @@ _SCRIPT = re.compile(
 )
 """Keys of trl's ScriptArguments, of the rest of ModelConfig and of DPOConfig's loss: data, and other keys without effect on
 memory."""
+MODEL_KEYS = ("model_name_or_path", "model_name", "model_path", "model_id", "config_name")
+"""Keys of the network: of transformers' and TRL's scripts, and those customary in others'."""
 _OF_IMAGES = re.compile(r"mm_\w+|image_\w+|\w*mm_mlp_adapter|group_by_modality_length|version")
 """Keys of LLaVA's scripts beside `vision_tower`."""
 TRANSFORMERS = Whose(False, True, "read as transformers' own, as asked")
@@ -246,7 +248,7 @@ def _generation(training: dict[str, Any], notes: Notes, method: str) -> Generati
 
 
 def _model(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any]) -> Any:
-    names = [training.pop(key, None) for key in ("model_name_or_path", "model_name", "config_name")]
+    names = [training.pop(key, None) for key in MODEL_KEYS]
     named = next(filter(None, names), None)
     if pasted.model is not None:
         return pasted.model

@@ -12,7 +12,7 @@ from peakcast.core.errors import SpecError
 from peakcast.dialects.common.foreign import foreign_program
 from peakcast.dialects.common.translation import words
 from peakcast.dialects.shell.nested import script_to_run
-from peakcast.dialects.shell.script import Script, ShellCommand
+from peakcast.dialects.shell.script import LEFT_OUT, Script, ShellCommand
 from peakcast.dialects.shell.slurm import sbatch_gpus
 from peakcast.dialects.shell.values import is_whole
 
@@ -26,6 +26,9 @@ LAUNCHER_SWITCHES = words("""
     standalone multi_gpu use_fsdp use_deepspeed no_python use_env no_local_rank same_network use_cpu module m
 """)
 """Flags of launchers without a value."""
+OF_OTHER_MACHINES = words("config_file exclude e hostfile H num_machines machine_rank")
+"""Flags of accelerate and deepspeed that may leave out GPUs of this machine, or add those of others; without them, and
+without a number, they start a process for each GPU that they see."""
 CONFIG_FLAGS = ("config", "config_file", "c", "job.config_file", "config-file", "yaml_cfg", "yaml-cfg")
 """Flags with which programs are given their configuration file."""
 _CLIS = ("llamafactory-cli", "axolotl", "tune", "litgpt", "trl", "nemo", "automodel", "megatron", "swift", "oumi")
@@ -77,9 +80,10 @@ def launch_of(script: Script, text: str, where: str) -> Launch:
         scripts = [script_to_run(words) for command in script.commands if (words := after_wrappers(command.words)[0])]
         if runs := next((words[0] for words in reversed(scripts) if words), ""):
             raise SpecError(f"{where} runs {runs}, which is not here; put that script beside it.")
+        unread = "".join(f" {note}" for note in script.notes if note.endswith(LEFT_OUT))
         raise SpecError(
             f"{where} runs no training program that is known here (such as torchrun pretrain_gpt.py, accelerate launch, "
-            "llamafactory-cli train); give the configuration itself, or the command with its arguments."
+            f"llamafactory-cli train); give the configuration itself, or the command with its arguments.{unread}"
         )
     chosen = trainings[-1]
     several = len({(each.program, repr(sorted(each.arguments.items(), key=str)), each.files) for each in trainings})
@@ -155,14 +159,14 @@ def _launch(command: ShellCommand) -> Launch | None:
             words = words[1 + (name == "accelerate" and words[1:2] == ["launch"]) :]
             own, words = _launcher_flags(words)
             launcher |= own
-            num_gpus, by = _processes(name, own), name
+            num_gpus, by = _processes(name, own, env), name
             whole = any(flag in own for flag in SIZES[name][1])  # the launcher's own --nnodes
             if num_gpus is not None and is_whole(nodes) and not whole:  # open-instruct's mason.py multiplies num_processes
                 num_gpus *= int(nodes)
         elif name in _CLIS:
             if name == "tune" and words[1:2] == ["run"]:
                 own, rest = _launcher_flags(words[2:])
-                num_gpus = _processes("torchrun", own) if own else 1
+                num_gpus = _processes("torchrun", own, env) if own else 1
                 return _program([f"tune run {rest[0]}" if rest else "tune run"], rest[1:], num_gpus, launcher, env)
             verbs = 2 if name == "nemo" else 1  # nemo llm pretrain
             program = " ".join([name, *words[1 : 1 + verbs]])
@@ -190,9 +194,13 @@ def _visible(name: str, env: Mapping[str, str]) -> int | None:
     (launcher.py); None if the environment does not say, and for other programs."""
     if name != "llamafactory-cli":
         return None
-    seen = [each for each in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
-    each, nodes = env.get("NPROC_PER_NODE") or str(len(seen) or ""), env.get("NNODES") or "1"
+    each, nodes = env.get("NPROC_PER_NODE") or _seen(env), env.get("NNODES") or "1"
     return int(each) * int(nodes) if all(re.fullmatch(r"[1-9]\d{0,5}", text) for text in (each, nodes)) else None
+
+
+def _seen(env: Mapping[str, str]) -> str:
+    """The number of GPUs that CUDA_VISIBLE_DEVICES leaves to a program; "" if it is not set."""
+    return str(len([each for each in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]) or "")
 
 
 def _with_network(program: str, words: list[str]) -> list[str]:
@@ -259,14 +267,26 @@ def _launcher_flags(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     return own, words
 
 
-def _processes(launcher: str, own: Mapping[str, Any]) -> int | None:
+def _processes(launcher: str, own: Mapping[str, Any], env: Mapping[str, str]) -> int | None:
+    """The processes that `launcher` starts with its flags `own`; None if neither they nor the environment say."""
     per_node, nodes = ([own.get(flag) for flag in flags] for flags in SIZES[launcher])
     number = next((value for value in per_node if value is not None), None)
     multiple = next((value for value in nodes if value is not None), "1")
-    if number is None and launcher == "torchrun" and own:
-        number = "1"  # torchrun's default
+    if launcher == "deepspeed" and (chosen := own.get("include", own.get("i"))):
+        number, multiple = _included(str(chosen)), "1"
+    elif number is None and launcher == "torchrun":
+        number = "1" if own else None  # torchrun's default
+    elif number in ("gpu", "auto") or (number is None and not OF_OTHER_MACHINES.intersection(own)):
+        number = _seen(env)
     texts = [str(number), str(multiple).rpartition(":")[2]]  # --nnodes may be MIN:MAX
     return int(texts[0]) * int(texts[1]) if all(re.fullmatch(r"[1-9]\d{0,5}", text) for text in texts) else None
+
+
+def _included(hosts: str) -> str:
+    """The number of GPUs in DeepSpeed's `--include worker-0@worker-1:0,2` (launcher/runner.py); "" where a host has no
+    list, which means all of its GPUs."""
+    lists = [host.partition(":")[2] for host in hosts.split("@")]
+    return str(sum(len(gpus.split(",")) for gpus in lists)) if all(lists) else ""
 
 
 def _trains(launch: Launch) -> bool:

@@ -18,7 +18,16 @@ from peakcast.dialects.shell.conditions import ends_with_error, holds, is_condit
 from peakcast.dialects.shell.nested import script_to_run, text_to_run
 from peakcast.dialects.shell.shell_expansion import MAX_CHARACTERS as MAX_CHARACTERS
 from peakcast.dialects.shell.shell_expansion import MOST_NESTED, Variables
-from peakcast.dialects.shell.shell_tree import Node, command_nodes, descendants, joined, named_children, source_of, tree_of
+from peakcast.dialects.shell.shell_tree import (
+    Node,
+    command_nodes,
+    descendants,
+    joined,
+    named_children,
+    source_of,
+    tree_of,
+    unread_lines,
+)
 from peakcast.dialects.shell.slurm import slurm_variables
 from peakcast.dialects.shell.values import calculated, is_whole
 
@@ -45,6 +54,10 @@ _OF_A_PATH: dict[str, Callable[[str], str]] = {
     "dirname": _parent, "basename": posixpath.basename, "realpath": posixpath.normpath, "readlink": posixpath.normpath,
 }  # fmt: skip
 """What commands print of the one path that they are given. Paths stay relative, and links are not followed."""
+
+
+LEFT_OUT = "is something that is not understood as bash; it is left out, and may take commands with it."
+"""How a note ends on lines that the grammar does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +125,10 @@ class _ScriptReader:
             raise SpecError("the script runs text inside text too deeply to be a launch script.")
         before = self.variables.value("BASH_SOURCE")
         self.variables.variables["BASH_SOURCE"] = before if where is None else where
-        self._follow(named_children(tree_of(text)))
+        tree = tree_of(text)
+        if where is not None and (lines := unread_lines(tree)):
+            self.script.notes.append(f"In {lines} of {where or 'the script'} {LEFT_OUT}")
+        self._follow(named_children(tree))
         self.variables.variables["BASH_SOURCE"] = before
         self._texts -= 1
 

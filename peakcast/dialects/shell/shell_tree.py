@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -9,6 +10,8 @@ from peakcast.core.errors import SpecError
 
 Node = Any
 """A `tree_sitter.Node`."""
+_QUOTED_PATTERN = re.compile(r"""(\$\{\w+//?)(['"])([^'"{}]*)\2(?=[/}])""")
+"""A quoted pattern in `${NAME/'/'/_}`, with which the grammar (tree-sitter-bash 0.25) gives up the rest of the script."""
 
 
 def tree_of(text: str) -> Node:
@@ -22,7 +25,17 @@ def tree_of(text: str) -> Node:
             "them, or give the configuration itself."
         ) from error
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
-    return parser.parse(text.encode(errors="replace")).root_node
+    readable = _QUOTED_PATTERN.sub(lambda found: found[1] + re.sub(r"([/\\])", r"\\\1", found[3]), text)
+    return parser.parse(readable.encode(errors="replace")).root_node
+
+
+def unread_lines(node: Node) -> str:
+    """The first lines with something that the grammar does not know, such as "lines 2 to 4"; "" if it knows all."""
+    if node.type == "ERROR":
+        first, last = node.start_point[0] + 1, node.end_point[0] + 1
+        return f"line {first}" if first == last else f"lines {first} to {last}"
+    found = (unread_lines(child) for child in node.children if child.has_error)
+    return next(filter(None, found), "")
 
 
 def source_of(node: Node) -> str:

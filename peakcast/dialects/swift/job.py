@@ -102,7 +102,12 @@ def from_swift(pasted: Pasted) -> Translation:
     """The job of an ms-swift command or file. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(_values(pasted), notes, "ms-swift")
-    model = settings.model(pasted.model, "model", what="the model's id, its folder, or its config.json")
+    model = settings.model(
+        pasted.model,
+        "model",
+        "model_id_or_path",
+        what="the model's id, its folder, or its config.json (before ms-swift 3 model_id_or_path)",
+    )
     refuse_teacher(settings, "teacher_model", "teacher_model_server")
     method = _method(settings, pasted.program)
     launcher = launcher_beside(pasted, notes)  # `accelerate launch swift/cli/sft.py`
@@ -253,7 +258,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
     """The adapter settings under peft's names; None for full training."""
     tuner = settings.one_of("train_type", settings.text("tuner_type", settings.text("sft_type", "lora")), TUNERS)
     rank, alpha = settings.integer("lora_rank", 8), settings.number("lora_alpha", 32)
-    targets = settings.words("target_modules") or ("all-linear",)
+    targets = settings.words("target_modules") or settings.words("lora_target_modules") or ("all-linear",)
     if settings.text("tuner_backend", "peft") == "unsloth":
         settings.notes.unsupported.append("Unsloth (tuner_backend) is not modelled here; peft is.", "tuner_backend", "less")
     for keys in ADAPTERS.values():
