@@ -80,9 +80,11 @@ def _with_options(pasted: Pasted, options: ReadOptions) -> Pasted:
 
 def _not_recognised(pasted: Pasted) -> SpecError:
     """The error for a configuration of no known dialect."""
+    module = "." in pasted.program and not pasted.program.endswith((".py", ".sh"))
+    command = f"python -m {pasted.program}" if module else pasted.program
     return SpecError(
         f"{pasted.where} is no configuration that is known here (its keys: {_some(pasted.values)}). "
-        + (f"Run it on fake tensors: peakcast dryrun -- {pasted.program} ... " if pasted.program else "")
+        + (f"Run it on fake tensors: peakcast dryrun -- {command} ... " if pasted.program else "")
         + f"{'Or give' if pasted.program else 'Give'} the model and the step as a job (--model, --micro-batch-size, "
         "--sequence-length, --sharding and the like); if peakcast reads such files, say what it is by --dialect.",
         parameter="job",

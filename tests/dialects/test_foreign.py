@@ -80,8 +80,9 @@ FOUND = {
     ],
     "a BMTrain program": ["import bmtrain as bmt\nbmt.init_distributed()\n"],
     "a fairseq2 command": ["fairseq2 lm instruction_finetune /out --config model.name=x\n"],
-    "a DeepSpeed-Chat command": [
-        "deepspeed main.py --per_device_train_batch_size 4 --zero_stage 3 --deepspeed --lora_dim 8"
+    "a command like DeepSpeed-Chat's": [
+        "deepspeed main.py --per_device_train_batch_size 4 --zero_stage 3 --deepspeed --lora_dim 8",
+        "deepspeed main.py --model_name_or_path a --per_device_train_batch_size 4 --zero_stage 3 --max_seq_len 1536",
     ],
     "a nanoGPT run": [NANO_GPT],
     "a nanochat run": [REFUSED / "nanochat.sh", '{"model_config": {"sequence_len": 2048, "n_layer": 20, "n_kv_head": 10}}'],

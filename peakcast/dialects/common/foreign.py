@@ -106,9 +106,12 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign("a BMTrain program", JOB, (), ("bmtrain",)),
     Foreign("a fairseq2 command", JOB, (), ("fairseq2",)),
     Foreign(
-        "a DeepSpeed-Chat command",
+        "a command like DeepSpeed-Chat's",
         f"{JOB}, with --framework deepspeed and its --zero-stage",
-        ("zero_stage|actor_zero_stage per_device_train_batch_size|per_device_training_batch_size data_split|lora_dim",),
+        (
+            "zero_stage|actor_zero_stage per_device_train_batch_size|per_device_training_batch_size "
+            "data_split|lora_dim|max_seq_len|max_prompt_seq_len",
+        ),
     ),
     Foreign("a Primus experiment", FLAGS, ("modules.pre_trainer", "modules.post_trainer")),
     Foreign("an InternEvo configuration", JOB, ("hybrid_zero_optimizer parallel",), ("internlm", "internevo")),
