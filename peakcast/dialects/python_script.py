@@ -14,9 +14,9 @@ from typing import Any
 
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
-from peakcast.core.versions import release
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation
+from peakcast.dialects.huggingface.dtypes import FROM_PRETRAINED
 from peakcast.dialects.huggingface.trainer import PARTS, from_parts
 from peakcast.dialects.huggingface.trl_adapters import prepared_for_kbit_training
 from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH
@@ -168,8 +168,7 @@ def _model(settings: Settings, training: dict[str, Any], about: Mapping[str, Any
     if dtype and dtype != "auto":
         training["torch_dtype"] = dtype
     elif about.get("loader"):  # otherwise the trainer loads it
-        old = release(str(_mapping(about.get("versions")).get("transformers", ""))) or (5,)
-        training["torch_dtype"] = "float32" if old < (5,) and not unsloth else "auto"
+        training["torch_dtype"] = "auto" if dtype or unsloth else FROM_PRETRAINED
     training["model_class"] = str(about.get("loader", "")).rpartition(".")[0].rpartition(".")[2]
     if attention := settings.text("attn_implementation"):
         training["attn_implementation"] = attention

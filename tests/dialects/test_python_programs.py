@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from peakcast.core.errors import SpecError
+from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.opening import opened
 from peakcast.dialects.python.calls import NotGiven, calls_of
 from peakcast.dialects.translate import ReadOptions
@@ -93,9 +94,15 @@ def test_accelerates_file_beside_a_program_is_used(tmp_path):
 
 
 def test_a_loader_of_transformers_4_loads_float32():
-    whole = TRAINING.replace("quantization_config=bits, ", "")
-    assert translation_of(f"# pip install transformers==4.56.2\n{whole}").job.precision.parameters == "float32"
+    """And float16 for what bitsandbytes quantises (transformers 4.57 quantizers, `update_dtype`)."""
+    whole = "\n".join(line for line in TRAINING.splitlines() if "Bits" not in line or "import" in line)
+    whole = whole.replace("quantization_config=bits, ", "")
+    old = "# pip install transformers==4.56.2\n"
+    assert translation_of(old + whole).job.precision.parameters == "float32"
     assert translation_of(whole).job.precision.parameters == "bfloat16"
+    assert translation_of(old + TRAINING).job.precision.parameters == "float16"
+    asked = ReadOptions(versions=asked_versions("transformers=4.57.1"))
+    assert translation_of(whole, asked).job.precision.parameters == "float32"
 
 
 def test_values_are_followed_through_names_and_defaults():

@@ -141,6 +141,25 @@ def test_transformers_4_loads_float32_where_its_script_says_no_dtype() -> None:
     assert (four.precision.parameters, five.precision.parameters) == ("float32", "bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("settled", "shown"),
+    [
+        ({}, True),
+        ({"torch_dtype": "bfloat16"}, False),
+        ({"torch_dtype": "auto"}, False),
+        ({"fsdp": "full_shard auto_wrap", "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}, False),
+    ],
+)
+def test_without_a_dtype_or_a_release_weights_may_be_float32(settled: dict[str, Any], shown: bool) -> None:
+    """Twice the memory: transformers 4 loads float32, 5 what the checkpoint has. FSDP's mixed precision widens either."""
+    values = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "dataset_name": "wikitext", "output_dir": "o", "bf16": True}
+    pasted = Pasted(values={**values, **settled}, program="run_clm.py", num_gpus=8)
+    others = [other for other in translated(pasted).others if "transformers 4" in other.name]
+    assert [other.job.precision.parameters for other in others] == ["float32"] * shown
+    asked = ReadOptions(versions=asked_versions("transformers=5.17"))
+    assert not [other for other in translated(pasted, asked).others if "transformers 4" in other.name]
+
+
 def test_keys_of_the_example_scripts_are_known_but_for_a_changed_network() -> None:
     keys = {
         "train_file": "a.txt",

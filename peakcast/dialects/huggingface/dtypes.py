@@ -17,6 +17,9 @@ from peakcast.jobs.spec import Dtype, Finetuning, Precision
 CHECKPOINTS = "that of the checkpoint"
 """The `dtype_if_unsaid` of dtype="auto" (any release's `from_pretrained`)."""
 
+FROM_PRETRAINED = "that of from_pretrained"
+"""The `torch_dtype` of a network that a program has loaded without one, which is no default of its trainer."""
+
 
 def with_auto_dtype(training: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Training arguments that keep a dtype of "auto", which other keys lose as a word for their default."""
@@ -36,7 +39,7 @@ def weights_dtype(
     float16 for what bitsandbytes and GPTQ quantise (4.57 modeling_utils.py `from_pretrained`, quantizers `update_dtype`).
     """
     for key in ("dtype", "torch_dtype"):
-        if (asked := training.raw(key)) is not None and str(asked) != "auto":
+        if (asked := training.raw(key)) is not None and str(asked) not in ("auto", FROM_PRETRAINED):
             return _dtype_named(key, asked)
     unsaid = training.text("dtype_if_unsaid")  # who takes the configuration's in any release, and else this one
     if not is_modern and not unsaid:
