@@ -225,6 +225,9 @@ LAUNCHES = [
         "torchtitan.train",
         8,
     ),
+    ("mpirun -np 16 --npernode 8 -hostfile h -x A=$B -bind-to none -x PATH python pretrain_gpt.py --bf16",
+     "pretrain_gpt.py", 16),
+    ("mpirun -n 2 -N 1 torchrun --nproc_per_node 8 --nnodes 2 train.py --bf16", "train.py", 16),
     ("FORCE_TORCHRUN=1 llamafactory-cli train a.yaml", "llamafactory-cli train", None),
     ("axolotl train a.yml --micro-batch-size 2", "axolotl train", None),
     ("srun --mpi=pmix -l python pretrain_gpt.py --bf16", "pretrain_gpt.py", None),
@@ -316,3 +319,9 @@ def test_lines_that_are_no_bash_are_named():
     with pytest.raises(SpecError, match=r"runs no training program .* In lines 1 to 2 of run\.sh is something that"):
         launch_of(script, "", "run.sh")
     assert not read_script("if [ $A == 1 ]; then\ntorchrun train.py --bf16\n", where="run.sh").notes  # without its end
+
+
+@pytest.mark.parametrize("sum_", ["${N} / (${T} * ${P})", "N/(T*P)", "(N + (T * (P + 4))) / (T * (P + 4)) + 0"])
+def test_brackets_inside_arithmetic_are_followed(sum_):
+    script = read_script(f"N=16\nT=2\nP=4\ntorchrun t.py --d $(({sum_}))x")
+    assert (script.commands[0].words[-1], script.notes) == ("2x", [])

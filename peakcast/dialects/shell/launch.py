@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from peakcast.core.errors import SpecError
@@ -44,6 +45,9 @@ _OF_VERL = re.compile(r"(ppo|sft)(_megatron|_veomni)?_trainer(_engine)?(\.ya?ml)
 _BEFORE = re.compile(
     r"(.*/)?(srun|mpirun|mpiexec|nohup|numactl|time|env|sudo|nsys|ncu|exec|uv|poetry|run|conda|stdbuf|debugpy)"
 )
+_MPI = re.compile(r"(.*/)?(mpirun|mpiexec)")
+_STARTED = re.compile(r"python[\d.]*|bash|sh|torchrun|deepspeed|accelerate|.*\.(py|sh)|\./.*")
+"""Programs that mpirun starts."""
 _WITH_VALUE = words("""
     --extra --with --group --python --env-file --container-image --container-mounts --container-name --nodes --ntasks
     --ntasks-per-node --gpus-per-node --cpus-per-task --partition --job-name
@@ -129,6 +133,10 @@ def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     if words[:3] == ["oumi", "distributed", "accelerate"]:
         words = words[2:]
     while words and _BEFORE.fullmatch(words[0]):
+        if _MPI.fullmatch(words[0]):
+            words, processes = _after_mpi(words[1:])
+            env |= {"OMPI_COMM_WORLD_SIZE": processes} if processes else {}
+            continue
         words = words[1:]
         while words and (words[0].startswith("-") or "=" in words[0] or words[0].isdigit()):
             key, equals, value = words[0].partition("=")
@@ -138,6 +146,15 @@ def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
                 return ["python", *words], env
             words = words[2 if key in _WITH_VALUE and not equals else 1 :]
     return words, env
+
+
+def _after_mpi(words: list[str]) -> tuple[list[str], str]:
+    """(the words from the program that mpirun starts, the number of processes if `words`, its options, say it). Which
+    options take how many values differs from one MPI to another, so the program is the first word that can be one."""
+    programs = (index for index, word in enumerate(words) if _STARTED.fullmatch(word.rsplit("/", 1)[-1]))
+    begins = next(programs, len(words))
+    numbers = [value for flag, value in pairwise(words[:begins]) if flag in ("-np", "-n", "--np")]
+    return words[begins:], numbers[-1] if numbers and is_whole(numbers[-1]) else ""
 
 
 def _launch(command: ShellCommand) -> Launch | None:
@@ -154,7 +171,7 @@ def _launch(command: ShellCommand) -> Launch | None:
         if re.fullmatch(r"python[\d.]*", name):
             words = _after_python(words[1:])
             if words[:1] == ["-m"]:
-                return replace(_program(words[1:2], words[2:], num_gpus, launcher, env), launched_by=by)
+                return replace(_program(words[1:2], words[2:], num_gpus or _of_mpi(env, by), launcher, env), launched_by=by)
         elif name in SIZES:
             words = words[1 + (name == "accelerate" and words[1:2] == ["launch"]) :]
             own, words = _launcher_flags(words)
@@ -183,10 +200,16 @@ def _launch(command: ShellCommand) -> Launch | None:
             outer, _ = _launcher_flags(words[1 : len(words) - len(begins) - 1])
             nodes, words = str(outer.get("num_nodes", "1")), begins
         elif name.endswith(".py") or (launcher and not name.startswith("-")):
-            return replace(_program([name], words[1:], num_gpus, launcher, env), launched_by=by)
+            return replace(_program([name], words[1:], num_gpus or _of_mpi(env, by), launcher, env), launched_by=by)
         else:
             return None
     return None
+
+
+def _of_mpi(env: Mapping[str, str], launched_by: str) -> int | None:
+    """The processes that mpirun starts, one for each GPU, unless each is a launcher that starts more."""
+    processes = env.get("OMPI_COMM_WORLD_SIZE", "")
+    return int(processes) if re.fullmatch(r"[1-9]\d{0,5}", processes) and not launched_by else None
 
 
 def _visible(name: str, env: Mapping[str, str]) -> int | None:

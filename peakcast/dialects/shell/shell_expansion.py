@@ -94,8 +94,7 @@ class Variables:
     def _expansion(self, word: str, start: int) -> tuple[list[str], bool, int]:
         """(values of the expansion at `start`, whether it is a whole array, the position where it ends)."""
         if word.startswith("$((", start):
-            end = word.find("))", start)
-            end = len(word) if end < 0 else end
+            end = closing(word, start + 3, "(", ")")
             return [self._arithmetic(word[start + 3 : end])], False, end + 2
         if word[start] == "`" or word.startswith("$(", start):
             end = closing(word, start + 1, "`", "`") if word[start] == "`" else closing(word, start + 2, "(", ")")
