@@ -292,7 +292,8 @@ def _launcher_flags(words: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 def _processes(launcher: str, own: Mapping[str, Any], env: Mapping[str, str]) -> int | None:
     """The processes that `launcher` starts with its flags `own`; None if neither they nor the environment say."""
-    per_node, nodes = ([own.get(flag) for flag in flags] for flags in SIZES[launcher])
+    sizes = {flag: value for flag, value in own.items() if value is not True}  # True: what would say it is not known
+    per_node, nodes = ([sizes.get(flag) for flag in flags] for flags in SIZES[launcher])
     number = next((value for value in per_node if value is not None), None)
     multiple = next((value for value in nodes if value is not None), "1")
     if launcher == "deepspeed" and (chosen := own.get("include", own.get("i"))):

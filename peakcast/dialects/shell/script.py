@@ -7,7 +7,6 @@ Source of the rules: the Bash manual, "Shell Commands", "Shell Parameters", "Bas
 from __future__ import annotations
 
 import itertools
-import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from fnmatch import fnmatchcase
 from peakcast.core.errors import SpecError
 from peakcast.dialects.shell.conditions import ends_with_error, holds, is_condition
 from peakcast.dialects.shell.nested import script_to_run, text_to_run
+from peakcast.dialects.shell.printed import folder_of, printed, prints
 from peakcast.dialects.shell.shell_expansion import MAX_CHARACTERS as MAX_CHARACTERS
 from peakcast.dialects.shell.shell_expansion import MOST_NESTED, Variables
 from peakcast.dialects.shell.shell_tree import (
@@ -29,7 +29,7 @@ from peakcast.dialects.shell.shell_tree import (
     unread_lines,
 )
 from peakcast.dialects.shell.slurm import slurm_variables
-from peakcast.dialects.shell.values import calculated, is_whole
+from peakcast.dialects.shell.values import is_whole
 
 MOST_STEPS = 20_000
 """Most statements that are followed, including repetitions in loops and functions."""
@@ -41,21 +41,6 @@ _WITHOUT_EFFECT = (
 
 
 _VARIABLE = re.compile(r'"?\$\{?([A-Za-z_]\w*)\}?"?')
-_FOLDER = re.compile(r"cd\s+(?:-P\s+|--\s+)?(.+?)\s*(?:[12&]?>\s*\S+\s*)*(?:&&|;)\s*pwd(?:\s+-\w)?", re.DOTALL)
-"""`cd FOLDER && pwd`, which prints FOLDER."""
-
-
-def _parent(path: str) -> str:
-    """What `dirname` prints, with `..` for the folder above one that is only known as `.`"""
-    return posixpath.join(path, "..") if posixpath.basename(path) in (".", "..") else posixpath.dirname(path) or "."
-
-
-_OF_A_PATH: dict[str, Callable[[str], str]] = {
-    "dirname": _parent, "basename": posixpath.basename, "realpath": posixpath.normpath, "readlink": posixpath.normpath,
-}  # fmt: skip
-"""What commands print of the one path that they are given. Paths stay relative, and links are not followed."""
-
-
 LEFT_OUT = "is something that is not understood as bash; it is left out, and may take commands with it."
 """How a note ends on lines that the grammar does not know."""
 
@@ -299,6 +284,8 @@ class _ScriptReader:
         words = self._words(command_nodes(body)) if text is not None and body.type == "command" else []
         if text is not None and words[:1] == ["read"] and len(words) > 1:
             self.variables.variables[words[-1]] = text
+        elif text is not None and [word.rsplit("/", 1)[-1] for word in words] in (["sbatch"], ["bash"], ["sh"]):
+            self.read(text)
         elif text is not None and words[:1] in (["cat"], ["tee"]):
             for target in descendants(node, "file_redirect"):
                 self.script.files[self._text(named_children(target)[-1])] = text
@@ -388,25 +375,18 @@ class _ScriptReader:
 
     def _substituted(self, text: str) -> str | None:
         """The output of `$(...)` for commands that only print: `echo`, `expr`, `cat` with a here-document, those that take
-        a path apart; None for all others. The script's own folder is `.`, from which `source` searches."""
-        if (folder := _FOLDER.fullmatch(text.strip())) is not None:
-            return " ".join(self.variables.expand(folder[1], split=False)) or "."
+        a path apart or change a text; None for all others. The script's own folder is `.`, from which `source` searches."""
+        if (folder := folder_of(text)) is not None:
+            return " ".join(self.variables.expand(folder, split=False)) or "."
         nodes = named_children(tree_of(text))
         if len(nodes) != 1:
             return None
-        name = text.split()[:1]
-        if nodes[0].type == "command" and name and name[0] in _OF_A_PATH:
-            paths = [word for word in self._words(command_nodes(nodes[0]))[1:] if not word.startswith("-")]
-            return _OF_A_PATH[name[0]](paths[0]) if len(paths) == 1 else None
+        commands = nodes if nodes[0].type == "command" else named_children(nodes[0]) if nodes[0].type == "pipeline" else []
+        if commands and all(command.type == "command" for command in commands) and prints(text.split()[0]):
+            return printed([self._words(command_nodes(command)) for command in commands])
         documents = descendants(nodes[0], "heredoc_redirect")
         if nodes[0].type == "redirected_statement" and text.split()[:1] == ["cat"] and documents:
             return self._document(documents[0]).rstrip("\n")
-        if nodes[0].type == "command" and name in (["echo"], ["expr"]):
-            said = " ".join(self._words(command_nodes(nodes[0]))[1:])
-            if name == ["echo"]:
-                return said
-            value = calculated(said)
-            return None if value is None else str(value)
         return None
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from peakcast.core.errors import SpecError
+from peakcast.dialects.shell.text_changes import changed
 from peakcast.dialects.shell.values import calculated
 
 MAX_CHARACTERS = 2**18
@@ -140,8 +141,16 @@ class Variables:
         elif rule and rule[-1] == "+":
             text = self._default(other) if text else ""
         elif change:
-            self.notes.append(f"The script's '${{{inside[:40]}}}' is treated as ${{{name}}}.")
+            text = self._changed(text, change, inside, name)
         return [text], False
+
+    def _changed(self, text: str, change: str, inside: str, name: str) -> str:
+        """`text` as `change` in `${inside}` leaves it; as it is, with a note, if that is not followed."""
+        pattern = " ".join(self.expand(f'"{change}"', split=False)) if "$" in change and '"' not in change else change
+        other = changed(text, pattern)
+        if other is None:
+            self.notes.append(f"The script's '${{{inside[:40]}}}' is treated as ${{{name}}}.")
+        return text if other is None else other
 
     def _default(self, words: str) -> str:
         """The expansion of a variable's default."""
