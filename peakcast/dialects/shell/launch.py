@@ -125,7 +125,8 @@ def flags_to_mapping(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, .
 
 def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """(`command` without programs that run the rest of it (srun, time, env), the variables that they set)."""
-    words, env = list(command), {}
+    words = list(command)
+    env: dict[str, str] = {}
     if words[:3] == ["ray", "job", "submit"] and "--" in words:
         words = words[words.index("--") + 1 :]
     if words[:3] == ["oumi", "distributed", "torchrun"]:  # a process for each GPU that it finds, unless a flag says
