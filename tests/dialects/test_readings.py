@@ -28,6 +28,11 @@ def read(program: str = "", **values: Any) -> Translation:
     return translated(Pasted(values={**PLAIN, **values}, program=program))
 
 
+def programs(found: Translation) -> tuple[AlternativeReading, ...]:
+    """Its other readings, without those of another release."""
+    return tuple(other for other in found.others if "transformers 4" not in other.name and "trl before" not in other.name)
+
+
 # -- TRL's or transformers' own -----------------------------------------------------------------------------------------
 
 
@@ -50,7 +55,7 @@ def read(program: str = "", **values: Any) -> Translation:
 def test_whose_arguments_they_are_is_told_and_said(program: str, values: dict[str, Any], trl: bool) -> None:
     found = read(program, **values)
     assert found.job.activation_checkpointing.mode == ("full" if trl else "none")
-    assert found.others == ()
+    assert programs(found) == ()
     if program or values:
         said = "the training arguments are TRL's by" if trl else "the training arguments are transformers' own by"
         assert any(sentence.startswith(said) for sentence in found.assumptions)
@@ -59,18 +64,18 @@ def test_whose_arguments_they_are_is_told_and_said(program: str, values: dict[st
 def test_arguments_that_may_be_of_either_are_read_as_both() -> None:
     found = read("train.py", dataset_name="wikitext")
     assert found.job.activation_checkpointing.mode == "none"
-    (other,) = found.others
+    (other,) = programs(found)
     assert other.name == "a run of TRL's trainers, with their defaults"
     assert other.job.activation_checkpointing.mode == "full"
     assert "--dialect trl or --dialect transformers" in other.way_out
 
 
 def test_beta_alone_is_dpos_or_that_of_a_method_without_a_reference() -> None:
-    (other,) = read(beta=0.1).others
+    (other,) = programs(read(beta=0.1))
     assert (other.job.loss.kind, other.job.micro_batch_size) == ("cross_entropy", 2 * 8)
     assert read(beta=0.1).job.reference == "model"
-    assert read("dpo.py", beta=0.1).others == read(beta=0.1, rpo_alpha=1.0).others == ()
-    assert read(beta=0.0, num_generations=8).others == ()  # GRPO's
+    assert programs(read("dpo.py", beta=0.1)) == programs(read(beta=0.1, rpo_alpha=1.0)) == ()
+    assert programs(read(beta=0.0, num_generations=8)) == ()  # GRPO's
 
 
 @pytest.mark.parametrize(
@@ -81,17 +86,17 @@ def test_a_dataset_of_preferences_may_mean_another_of_trls_trainers(dataset: str
     """TRL's trainers share their arguments, and the reference network of DPO and KTO needs much more."""
     found = read(dataset_name=dataset, max_length=512)
     assert found.job.loss.kind == "cross_entropy"
-    (other,) = found.others
+    (other,) = programs(found)
     assert other.job.loss.kind == kind
     assert dataset in other.name
-    assert read("sft.py", dataset_name=dataset, max_length=512).others == (), "the program says it"
-    assert read(dataset_name="trl-lib/Capybara", max_length=512).others == ()
+    assert programs(read("sft.py", dataset_name=dataset, max_length=512)) == (), "the program says it"
+    assert programs(read(dataset_name="trl-lib/Capybara", max_length=512)) == ()
 
 
 @pytest.mark.parametrize(("dialect", "mode"), [("trl", "full"), ("transformers", "none")])
 def test_saying_whose_they_are_settles_it(dialect: str, mode: str) -> None:
     found = translation_of({**PLAIN, "dataset_name": "wikitext"}, ReadOptions(dialect=dialect))
-    assert (found.job.activation_checkpointing.mode, found.others) == (mode, ())
+    assert (found.job.activation_checkpointing.mode, programs(found)) == (mode, ())
 
 
 def test_what_both_readings_agree_on_needs_no_second() -> None:
@@ -158,6 +163,27 @@ def test_without_a_dtype_or_a_release_weights_may_be_float32(settled: dict[str, 
     assert [other.job.precision.parameters for other in others] == ["float32"] * shown
     asked = ReadOptions(versions=asked_versions("transformers=5.17"))
     assert not [other for other in translated(pasted, asked).others if "transformers 4" in other.name]
+
+
+@pytest.mark.parametrize(
+    ("said", "before"),
+    [
+        ({}, "trl before 0.19, which has gradient_checkpointing and bf16 off"),
+        ({"fp16": True}, "trl before 0.22, which has gradient_checkpointing off"),
+        ({"gradient_checkpointing": True}, "trl before 0.19, which has bf16 off"),
+        ({"gradient_checkpointing": True, "bf16": True}, ""),
+        ({"gradient_checkpointing": False, "fp16": True}, ""),
+    ],
+)
+def test_what_an_older_trl_has_off_is_another_reading(said: dict[str, Any], before: str) -> None:
+    """trl 0.18 and 0.21 have transformers' defaults: without checkpoints, or in float32, several times the memory."""
+    values = {"model_name_or_path": "Qwen/Qwen2.5-7B", "max_length": 2048, "output_dir": "o"}
+    found = translated(Pasted(values={**values, **said}, program="sft.py"))
+    names = [other.name for other in found.others]
+    assert len(names) == bool(before)
+    assert not before or before in names[0]
+    asked = ReadOptions(versions=asked_versions("trl=0.18"))
+    assert not translated(Pasted(values={**values, **said}, program="sft.py"), asked).others
 
 
 def test_keys_of_the_example_scripts_are_known_but_for_a_changed_network() -> None:
@@ -258,7 +284,7 @@ EITHER = {"model_name_or_path": "llama-3.1-8b", "output_dir": "o", "per_device_t
 
 def test_an_answer_shows_both_readings_and_is_uncertain_where_they_differ() -> None:
     found = api.predict(EITHER, "H200")
-    trl = api.predict(api.read(EITHER, dialect="trl"), "H200")
+    trl = api.predict(api.read(EITHER, dialect="trl").job, "H200")
     own = api.predict(api.read(EITHER, dialect="transformers"), "H200")
     assert (own.fits, trl.fits) == ("no", "yes")
     assert found.fits == "uncertain"

@@ -16,15 +16,14 @@ from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import AlternativeReading, Notes, Settings, Translation
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
 from peakcast.dialects.huggingface.command import as_in_a_file
-from peakcast.dialects.huggingface.dtypes import FROM_PRETRAINED
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.likely_runs import TRL, likely_runs
+from peakcast.dialects.huggingface.older_releases import differ, older_releases
 from peakcast.dialects.huggingface.post_training import KEYS_OF_METHODS, method_called, method_of, with_method
 from peakcast.dialects.huggingface.trl_adapters import trl_computes_in, with_casts_of_trl
 from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
 from peakcast.dialects.huggingface.trl_loss import take_sft_loss
 from peakcast.dialects.huggingface.whose_trainer import EXAMPLE_SCRIPT, OF_EXAMPLES, SCORING_SCRIPTS, Whose, whose_trainer
-from peakcast.jobs.spec import TrainingJob
 
 PARTS = ("training", "hf_config", "peft", "deepspeed", "accelerate")
 """The dialects that are parts of one run."""
@@ -60,9 +59,6 @@ _SCRIPT = re.compile(
 )
 """Keys of trl's ScriptArguments, of the rest of ModelConfig and of DPOConfig's loss: data, and other keys without effect on
 memory."""
-NEWEST_4 = "4.57.1"
-"""A release of transformers 4."""
-ASK_RELEASE = "Say which by --versions transformers=4.57 (or yours), or the dtype by torch_dtype."
 MODEL_KEYS = ("model_name_or_path", "model_name", "model_path", "model_id", "config_name")
 """Keys of the network: of transformers' and TRL's scripts, and those customary in others'."""
 _OF_IMAGES = re.compile(r"mm_\w+|image_\w+|\w*mm_mlp_adapter|group_by_modality_length|version")
@@ -128,24 +124,13 @@ def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Transla
         with contextlib.suppress(SpecError):
             if (job := _of_parts(run.pasted, run.parts, run.whose).job) != read.job:
                 others.append(AlternativeReading(run.name, job, run.way_out))
-    if (wider := _of_transformers_4(pasted, parts, whose)) and wider.precision.parameters != read.job.precision.parameters:
-        others.append(AlternativeReading("a run of transformers 4, which loads weights in float32", wider, ASK_RELEASE))
+    for release in older_releases(given, whose, pasted.versions.of("huggingface")):
+        versions = FrozenMapping({**pasted.versions.given, release.package: release.version})
+        older = replace(pasted, versions=replace(pasted.versions, given=versions))
+        with contextlib.suppress(SpecError):
+            if differ(read.job, job := _of_parts(older, parts, whose).job):
+                others.append(AlternativeReading(release.name, job, release.way_out))
     return replace(read, others=tuple(others))
-
-
-def _of_transformers_4(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Whose) -> TrainingJob | None:
-    """The job with transformers 4, if that loads weights in float32 because nothing says in which dtype; None if a release
-    or a dtype is given."""
-    training = parts.get("training", {})
-    dtypes = [training.get(key) for key in ("dtype", "torch_dtype") if training.get(key) is not None]
-    if dtypes not in ([], [FROM_PRETRAINED]) or pasted.versions.of("huggingface").get("transformers"):
-        return None
-    older = replace(pasted.versions, given=FrozenMapping({**pasted.versions.given, "transformers": NEWEST_4}))
-    try:
-        job = _of_parts(replace(pasted, versions=older), parts, whose).job
-    except SpecError:
-        return None
-    return job if job.precision.parameters == "float32" else None
 
 
 def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Whose) -> Translation:

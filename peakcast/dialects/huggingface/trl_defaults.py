@@ -30,9 +30,8 @@ _INIT = ("dtype", "torch_dtype", "attn_implementation")
 
 def take_trl_defaults(training: dict[str, Any], versions: Mapping[str, Any], notes: Notes) -> None:
     """Fill the defaults of trl's release into `training`, with a note; the newest release's, if `versions` do not say."""
-    for key, default in DEFAULTS.items():
-        if key in training or (key == "bf16" and training.get("fp16")):
-            continue
+    for key in left_out(training):
+        default = DEFAULTS[key]
         since = ".".join(map(str, default.since))
         if has_default(default, versions):
             training[key] = default.value
@@ -46,6 +45,11 @@ def take_trl_defaults(training: dict[str, Any], versions: Mapping[str, Any], not
                 training.setdefault(key, value)
             elif key not in _INIT:
                 notes.ignored.append(f"model_init_kwargs.{key}")
+
+
+def left_out(training: Mapping[str, Any]) -> list[str]:
+    """The keys of `DEFAULTS` that `training` leaves to trl."""
+    return [key for key in DEFAULTS if training.get(key) is None and not (key == "bf16" and training.get("fp16"))]
 
 
 def has_default(default: Default, versions: Mapping[str, Any]) -> bool:
