@@ -94,15 +94,19 @@ def values_of(calls: Sequence[FunctionCall], source: str) -> dict[str, Any]:
     prepared = last.get("prepare_model_for_kbit_training", FunctionCall("", (), {"use_gradient_checkpointing": False}))
     asked = prepared.keywords.get("use_gradient_checkpointing", True) is True
     names["checkpoints"] = asked or "gradient_checkpointing_enable" in last
-    names["cut_at"] = _longest_text(calls)
+    names["cut_at"], names["targets_cut_at"] = _longest_texts(calls)
     return {ROLE: {**names, "not_given": lost, "versions": versions, "standby": sleeps}, **plain}
 
 
-def _longest_text(calls: Sequence[FunctionCall]) -> int | None:
-    """Tokens at which the program cuts its texts: the most that a call with `truncation` and `max_length` gives, as calls
-    of tokenizers do; None if none says a number."""
-    cuts = [call.keywords.get("max_length") for call in calls if call.keywords.get("truncation")]
-    return max((size for size in cuts if isinstance(size, int) and size > 0), default=None)
+def _longest_texts(calls: Sequence[FunctionCall]) -> tuple[int | None, int | None]:
+    """Tokens at which the program cuts its texts, and its targets: the most that a call with `truncation` and `max_length`
+    gives, as calls of tokenizers do; None where none says a number. Of targets are calls with `text_target`, else, where
+    calls give two numbers, those with the lower one."""
+    cuts = [call.keywords for call in calls if call.keywords.get("truncation")]
+    sizes = {size for cut in cuts if isinstance(size := cut.get("max_length"), int) and size > 0}
+    targets = {size for cut in cuts if "text_target" in cut and isinstance(size := cut.get("max_length"), int)}
+    targets = targets or ({min(sizes)} if len(sizes) == 2 else set())
+    return max(sizes - targets or sizes, default=None), max(targets, default=None)
 
 
 def _named(loader: FunctionCall, trainer: FunctionCall) -> dict[str, Any]:
@@ -195,6 +199,8 @@ def _length_of_texts(about: Mapping[str, Any], training: dict[str, Any], notes: 
     """Put into `training` the length at which the program's tokenizer cuts texts, as transformers' Trainer has none."""
     if {"max_length", "max_seq_length", "model_max_length", "block_size"} & set(training):
         return
+    if target := about.get("targets_cut_at"):
+        training["max_target_length"] = target
     if cut := about.get("cut_at"):
         training["max_length"] = cut
         notes.assumptions.append(f"texts are as long as the program's tokenizer leaves them: max_length={cut}.")

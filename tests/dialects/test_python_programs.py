@@ -105,6 +105,44 @@ def test_a_loader_of_transformers_4_loads_float32():
     assert translation_of(whole, asked).job.precision.parameters == "float32"
 
 
+TRANSLATION = """
+from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
+model = AutoModelForSeq2SeqLM.from_pretrained("google/flan-t5-base")
+def prepared(row):
+    inputs = tokenizer(row["text"], max_length=1024, truncation=True)
+    inputs["labels"] = tokenizer(SUMMARY, max_length=TARGET, truncation=True)["input_ids"]
+    return inputs
+arguments = Seq2SeqTrainingArguments("out", per_device_train_batch_size=8, bf16=True)
+Seq2SeqTrainer(model=model, args=arguments, train_dataset=rows.map(prepared)).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("summary", "length", "lengths"),
+    [
+        ('text_target=row["summary"]', "128", (1024, 128)),
+        ('row["summary"]', "96", (1024, 96)),
+        ('text_target=row["summary"]', "1024", (1024, 1024)),
+        ('row["summary"]', "1024", (1024, None)),
+    ],
+)
+def test_the_target_of_an_encoder_decoder_has_a_length_of_its_own(summary, length, lengths):
+    """Counted as long as the inputs, flan-t5-large needed 109 GiB for 59."""
+    read = translation_of(TRANSLATION.replace("SUMMARY", summary).replace("TARGET", length))
+    assert (read.job.sequence_length, read.job.decoder_sequence_length) == lengths
+    assert any("nothing says how long targets are" in each for each in read.assumptions) == (lengths[1] is None)
+
+
+def test_an_evaluation_of_a_classifier_needs_less_than_its_training():
+    program = TRANSLATION.replace("Seq2SeqLM", "SequenceClassification").replace("google/flan-t5-base", "bert-base-uncased")
+    program = program.replace("bf16=True", 'eval_strategy="epoch", per_device_eval_batch_size=SIZE')
+    said = [
+        any("Evaluation" in finding.sentence for finding in translation_of(program.replace("SIZE", size)).findings)
+        for size in ("48", "512")
+    ]
+    assert said == [False, True]  # six times as many sequences, one of twelve layers at a time
+
+
 def test_values_are_followed_through_names_and_defaults():
     (call,) = (
         call

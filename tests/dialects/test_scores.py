@@ -43,6 +43,23 @@ def test_example_scripts_and_their_lengths():
         assert translation_of(command).job.sequence_length == length
 
 
+@pytest.mark.parametrize(
+    ("script", "flags", "lengths"),
+    [
+        ("run_summarization.py", "", (1024, 128)),
+        ("run_summarization_no_trainer.py", "--max_source_length 512 --max_target_length 64", (512, 64)),
+        ("run_translation.py", "--source_lang en --target_lang ro --predict_with_generate", (1024, 128)),
+        ("run_seq2seq_qa.py", "--max_answer_length 20", (384, 20)),
+    ],
+)
+def test_example_scripts_of_encoder_decoders_have_two_lengths(script, flags, lengths):
+    """transformers 5.17 examples/pytorch: DataTrainingArguments of each."""
+    command = f"python {script} --model_name_or_path t5-base {flags} --per_device_train_batch_size 2 --output_dir o\n"
+    read = translation_of(command)
+    assert (read.job.sequence_length, read.job.decoder_sequence_length) == lengths
+    assert not [finding.sentence for finding in read.findings if "not known here" in finding.sentence]
+
+
 def test_the_architectures_of_a_config():
     sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
     config = {"model_type": "llama", **sizes, "vocab_size": 99, "dtype": "bfloat16"}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from peakcast.core.versions import release
 from peakcast.dialects.common.translation import Notes, Settings
+from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import Batch
 
 STRATEGIES = ("bfd", "bfd_split", "bfd-requeue", "ffd", "wrapped")
@@ -25,7 +26,7 @@ LENGTHS_CHANGE = (
 
 def sequence_length(training: Settings, notes: Notes) -> int:
     """Tokens of the longest sequence, or of a packed one."""
-    names = ("max_length", "max_seq_length", "model_max_length", "block_size", *OF_SCRIPTS)
+    names = ("max_length", "max_seq_length", "max_source_length", "model_max_length", "block_size", *OF_SCRIPTS)
     key = next((name for name in names if training.given(name)), None)
     padded = not (training.switch("packing") or training.switch("padding_free"))
     if padded and key != "block_size":  # run_clm.py cuts the data into blocks
@@ -39,6 +40,19 @@ def sequence_length(training: Settings, notes: Notes) -> int:
             "batch is left out (batch.form: masked counts it)."
         )
     return training.size(key)
+
+
+def target_length(architecture: Architecture, training: Settings, notes: Notes) -> int | None:
+    """Tokens of the longest target of an encoder-decoder; None if nothing says it, and for other networks."""
+    said = training.size("max_target_length") if training.raw("max_target_length") is not None else None
+    if architecture.kind not in ("encoder_decoder", "undescribed"):
+        return None
+    if said is None and architecture.kind == "encoder_decoder":
+        notes.assumptions.append(
+            "nothing says how long targets are (max_target_length); they are assumed to be as long as the inputs, and "
+            "shorter ones need less: --set decoder_sequence_length=128."
+        )
+    return said
 
 
 def batch_form(training: Settings, attention: str, versions: Mapping[str, object], notes: Notes) -> Batch:

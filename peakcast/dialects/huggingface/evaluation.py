@@ -18,7 +18,7 @@ def note_evaluation(job: TrainingJob, training: Settings, notes: Notes) -> None:
     key = "eval_strategy" if training.given("eval_strategy") else "evaluation_strategy"
     strategy = training.text(key, "no").lower()
     sequences = training.integer("per_device_eval_batch_size", USUAL_BATCH) or USUAL_BATCH
-    if strategy == "no" or sequences <= job.micro_batch_size:
+    if strategy == "no" or sequences <= job.micro_batch_size or _is_smaller(job, sequences):
         return
     whole = job.loss.kind == "cross_entropy" and not job.loss.fused_linear_cross_entropy
     logits = ""
@@ -32,3 +32,11 @@ def note_evaluation(job: TrainingJob, training: Settings, notes: Notes) -> None:
         training.spell("per_device_eval_batch_size"),
         "more",
     )
+
+
+def _is_smaller(job: TrainingJob, sequences: int) -> bool:
+    """Whether an evaluation of so many `sequences` at once surely needs less than training: of a network without logits of
+    the vocabulary it holds one layer's activations at a time, training those of all layers."""
+    keeps_all = job.activation_checkpointing.mode == "none" and job.finetuning.method == "full"
+    layers = job.architecture.num_hidden_layers if job.architecture.head != "language_model" and keeps_all else 0
+    return 2 * sequences <= layers * job.micro_batch_size

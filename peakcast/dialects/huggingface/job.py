@@ -23,7 +23,7 @@ from peakcast.dialects.common.translation import (
     states_direction,
 )
 from peakcast.dialects.huggingface import keys
-from peakcast.dialects.huggingface.batch import batch_form, sequence_length
+from peakcast.dialects.huggingface.batch import batch_form, sequence_length, target_length
 from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_optimizer, note_engine_optimizer
 from peakcast.dialects.huggingface.dtypes import (
     finetuning_of,
@@ -172,6 +172,7 @@ def _job(run: _Run, options: dict[str, Any]) -> TrainingJob:
         versions=FrozenMapping(run.versions),
         micro_batch_size=_batch(training, engine, "per_device_train_batch_size", "train_micro_batch_size_per_gpu", 8),
         sequence_length=sequence_length(training, notes),
+        decoder_sequence_length=target_length(run.architecture, training, notes),
         batch=batch_form(training, attention, run.versions, notes),
         gradient_accumulation_steps=_batch(
             training, engine, "gradient_accumulation_steps", "gradient_accumulation_steps", 1

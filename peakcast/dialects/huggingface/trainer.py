@@ -23,7 +23,14 @@ from peakcast.dialects.huggingface.post_training import KEYS_OF_METHODS, method_
 from peakcast.dialects.huggingface.trl_adapters import trl_computes_in, with_casts_of_trl
 from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
 from peakcast.dialects.huggingface.trl_loss import take_sft_loss
-from peakcast.dialects.huggingface.whose_trainer import EXAMPLE_SCRIPT, OF_EXAMPLES, SCORING_SCRIPTS, Whose, whose_trainer
+from peakcast.dialects.huggingface.whose_trainer import (
+    EXAMPLE_SCRIPT,
+    OF_EXAMPLES,
+    SCORING_SCRIPTS,
+    SEQ2SEQ_SCRIPTS,
+    Whose,
+    whose_trainer,
+)
 
 PARTS = ("training", "hf_config", "peft", "deepspeed", "accelerate")
 """The dialects that are parts of one run."""
@@ -345,6 +352,11 @@ def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Not
     if not EXAMPLE_SCRIPT.fullmatch(program):
         return
     name = program.removeprefix("run_").removesuffix(".py").removesuffix("_no_trainer")
+    if name in SEQ2SEQ_SCRIPTS:
+        source, tokens, target, targets = SEQ2SEQ_SCRIPTS[name]
+        training.setdefault(source, tokens)
+        training.setdefault("max_target_length", training.pop(target, targets))
+        return
     training["model_class"], length = SCORING_SCRIPTS.get(name, ("", 1024))
     if length != 1024 and length:
         training.setdefault("max_seq_length", length)

@@ -20,6 +20,8 @@ OF_EXAMPLES = re.compile(
     r"block_size|do_train|dataset_config_name|train_file|validation_(file|split_percentage)|max_(train|eval)_samples"
     r"|config_(name|overrides)|tokenizer_name|use_fast_tokenizer|keep_linebreaks|preprocessing_num_workers|mlm_probability"
     r"|line_by_line|pad_to_max_length|low_cpu_mem_usage|overwrite_cache|task_name|(text|label)_column_names?|label_all_tokens"
+    r"|(source|target)_(lang|prefix)|forced_bos_token|num_beams|val_max_target_length|ignore_pad_token_for_loss|\w+_column"
+    r"|lang|predict_with_generate|generation_(max_length|num_beams|config)|resize_position_embeddings"
     r"|doc_stride|version_2_with_negative|n_best_size|max_answer_length|null_score_diff_threshold|return_entity_level_metrics"
 )
 """Keys of transformers' example scripts that TRL does not have. `do_train` is in TrainingArguments, but TRL's scripts train
@@ -34,6 +36,13 @@ SCORING_SCRIPTS = {
 }  # fmt: skip
 """Of transformers 5's example scripts `run_<name>.py` whose networks make no logits of the vocabulary: the network's class,
 and the default of max_seq_length (None: as long as the longest sample)."""
+SEQ2SEQ_SCRIPTS = {
+    "summarization": ("max_source_length", 1024, "max_target_length", 128),
+    "translation": ("max_source_length", 1024, "max_target_length", 128),
+    "seq2seq_qa": ("max_seq_length", 384, "max_answer_length", 30),
+}
+"""Of its example scripts `run_<name>.py` with encoder-decoders: the keys of the lengths of inputs and targets, with their
+defaults."""
 TRL_SCRIPT = re.compile(
     r"trl( .*)?|(reward_modeling|(run_)?(sft|dpo|kto|bco|grpo|orpo|cpo|tpo|rloo|gmpo|reward|prm)"
     r"(_vlm\w*|_video_llm|_gemma3|_gpt_oss|_agent)?)\.py"
