@@ -23,7 +23,7 @@ from trl import SFTTrainer
 rank = 8 * 2
 bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B", quantization_config=bits, device_map={"": 0})
-adapters = LoraConfig(r=rank, lora_alpha=rank * 2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+adapters = LoraConfig(r=rank, lora_alpha=rank * 2, target_modules=["q_proj", "v_proj"], task_type=TaskType.CAUSAL_LM)
 arguments = TrainingArguments(output_dir="out", per_device_train_batch_size=4, optim="paged_adamw_32bit", bf16=True)
 trainer = SFTTrainer(model=model, args=arguments, peft_config=adapters, max_seq_length=512, packing=False)
 trainer.train()

@@ -29,6 +29,8 @@ _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 }  # fmt: skip
 _HALF = ("is_bfloat16_supported", "is_bf16_supported")
 """Functions that return whether the GPU supports bfloat16, as all GPUs since Ampere do."""
+ENUMERATIONS = ("IntervalStrategy", "SaveStrategy", "SchedulerType", "TaskType")
+"""Enumerations of transformers and peft, whose members are their own names as texts, in some case."""
 
 
 class NotGiven(NamedTuple):
@@ -86,6 +88,8 @@ class Expressions:
         if isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Name) and node.value.id == "torch":
                 return node.attr
+            if isinstance(node.value, ast.Name) and node.value.id in ENUMERATIONS:
+                return node.attr.lower()
             owner = self.names.get(node.value.id) if isinstance(node.value, ast.Name) else None
             if isinstance(owner, dict) and node.attr in owner:
                 return owner[node.attr]
