@@ -130,7 +130,7 @@ class Float8LayerOps(LayerOps):
             op(result, (f"{gradient}.f8", f"{name}.f8t", f"{gradient}.scale", f"{name}.weight.scale"), size),
             op(f"{gradient}.f8t", both, outputs, fuses=self._converted_with(gradient), dtype=E5M2),
             self._gradient(
-                f"{name}.weight",
+                *(name, "weight"),
                 (f"{gradient}.f8t", self._copy(read, "f8t", name), f"{gradient}.scale", f"{read}.scale"),
                 weight,
             ),
