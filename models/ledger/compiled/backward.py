@@ -139,10 +139,11 @@ class LayerOps(LayerForward):
         if len(self._inside) == 1:
             (name,) = self._inside
             through_activation = ("d_product", name)
-            size, replaces = (2 * inner, ()) if architecture.gated_mlp else (inner, through_activation)
+            joined = architecture.gated_mlp  # the gradients of gate and up are parts of one buffer
+            size, replaces = (2 * inner, ()) if joined else (inner, through_activation)
             return [
                 *through,
-                op(f"d_{name}", through_activation, size, replaces=replaces),
+                op(f"d_{name}", through_activation, size, replaces=replaces, elementwise=not joined),
                 *self.back(name, (f"d_{name}", "norm_2"), f"d_norm_2_of_{name}", f"d_{name}", hidden),
                 *self._bias(name, f"d_{name}", architecture.mlp_bias),
             ]
@@ -152,11 +153,11 @@ class LayerOps(LayerForward):
         of_up, of_gate = (*d_product, gate), (*d_product, gate, up)
         return [
             *through,
-            op("d_up", of_up, inner, replaces=of_up if in_place else ()),
+            op("d_up", of_up, inner, replaces=of_up if in_place else (), elementwise=True),
             *self._scaled("d_up", of_up, inner, ("up",)),
             *self._adapter_back("up", self._of_adapter("d_up"), "norm_2", "d_norm_2.wide_of_up", hidden),
             *self.back("up", ("d_up", "norm_2"), "d_norm_2_of_up", "d_up", hidden),
-            op("d_gate", of_gate, inner, fuses="d_up", replaces=of_gate if in_place else ()),
+            op("d_gate", of_gate, inner, fuses="d_up", replaces=of_gate if in_place else (), elementwise=True),
             *self._scaled("d_gate", of_gate, inner, ("gate",)),
             *self._adapter_back("gate", self._of_adapter("d_gate"), "norm_2", "d_norm_2.wide_of_gate", hidden),
             *self.back("gate", ("d_gate", "norm_2"), "d_norm_2_of_gate", "d_gate", hidden),
@@ -184,7 +185,7 @@ class LayerOps(LayerForward):
                 given = (*(given if self.masked else given[2:]), *parts)
             return [
                 *ops,
-                op("d_qkv", given, size, fuses=() if self.masked else "d_of_sines"),
+                op("d_qkv", given, size, fuses=() if self.masked else "d_of_sines", elementwise=True),
                 *self.back("qkv", ("d_qkv", "norm_1"), "d_norm_1_of_qkv", "d_qkv", hidden),
                 *self._bias("qkv", "d_qkv", architecture.attention_bias),
             ]
