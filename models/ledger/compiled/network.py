@@ -92,6 +92,30 @@ class NetworkGraphs(NamedTuple):
 def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> NetworkGraphs:
     """The graphs of a network with these `layers`."""
     one = layers[0]
+    network, parts = _before_head(layers, again)
+    head, head_back = _head(one, parts[-1][0], network.given, network.summed if again[-1] else (network.given,))
+    loss, loss_back = _loss(one)
+    apart = family_of(one.architecture).ends.loss_apart
+    after = head if apart else [*head, *loss]
+    forward = [*network.forward, *after, *network.late]
+    kept = network.kept | {name for each in (*head, *loss) for name in each.writes}
+    embedding = _embedding_back(one, network.backward)
+    network.places |= _of_embedding(embedding)
+    everything = [*([] if apart else loss_back), *head_back, *network.backward, *embedding]
+    kept -= recomputed_inputs(forward)
+    everything = inlined(recomputed(network.repeated + after, wanted(everything), kept))
+    forward = inlined(forward)
+    seen = {f"{index}.{name}": size for index, (each, *_) in enumerate(parts) for name, size in each.parts_read.items()}
+    first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
+    if not apart:
+        return NetworkGraphs(first, second, network.places)
+    loss_first, loss_second = both_graphs(loss, loss_back, kept, {"loss"}, {"logits": first.size_of("logits")})
+    return NetworkGraphs(GraphsInTurn([first, loss_first]), GraphsInTurn([loss_second, second]), network.places)
+
+
+def _before_head(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[_LayersInTurn, list[LayerParts]]:
+    """The operations of the embedding and of all layers, together and layer by layer."""
+    one = layers[0]
     embedded, reads = _embedded(one, len(layers))
     made = family_of(one.architecture).ends.scales_embedding or len(reads) > 1  # computed, so it can be recomputed
     looked_up = one.trainable and not made  # rows of a frozen table are looked up again instead
@@ -113,28 +137,9 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> Ne
     )
     for index, (layer, part) in enumerate(zip(layers, parts, strict=True)):
         network.add(layer, part, masks[index], again=again[index], last=index == len(layers) - 1)
-    head, head_back = _head(one, parts[-1][0], network.given, network.summed if again[-1] else (network.given,))
-    loss, loss_back = _loss(one)
-    apart = family_of(one.architecture).ends.loss_apart
-    after = head if apart else [*head, *loss]
-    forward = [*network.forward, *after, *network.late]
-    kept = network.kept | {name for each in (*head, *loss) for name in each.writes}
     if any(again):
-        kept.difference_update(masks)
-    embedding = _embedding_back(one, network.backward)
-    network.places |= _of_embedding(embedding)
-    everything = [*head_back, *network.backward, *embedding]
-    if not apart:
-        everything = [*loss_back, *everything]
-    kept -= recomputed_inputs(forward)
-    everything = inlined(recomputed(network.repeated + after, wanted(everything), kept))
-    forward = inlined(forward)
-    seen = {f"{index}.{name}": size for index, (each, *_) in enumerate(parts) for name, size in each.parts_read.items()}
-    first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
-    if not apart:
-        return NetworkGraphs(first, second, network.places)
-    loss_first, loss_second = both_graphs(loss, loss_back, kept, {"loss"}, {"logits": first.size_of("logits")})
-    return NetworkGraphs(GraphsInTurn([first, loss_first]), GraphsInTurn([loss_second, second]), network.places)
+        network.kept.difference_update(masks)
+    return network, parts
 
 
 def _of_embedding(ops: Sequence[Op]) -> dict[str, Place]:
