@@ -259,7 +259,7 @@ def record_all(
 
 
 def doctor() -> Installation:
-    """What is installed here, which GPUs and calibrations are found, and what of peakcast works with them."""
+    """What is installed here, which GPUs and calibrations are found, and which parts of peakcast work."""
     from peakcast.doors.doctor import doctor as look
 
     return look()
@@ -285,7 +285,7 @@ def search(
     `find`: "plans", or an inverse question: the largest "micro_batch_size" or "sequence_length", the fewest "num_gpus", the
     biggest "model" of the catalog. `job` as in `predict`; its own GPUs and batch apply where the arguments give none.
     Several GPU types ("A100-80GB,H100-80GB"), or `price`, what an hour of a GPU costs by type (a mapping, or the path of
-    one; without `gpu` its types are asked about), answer which type to take: the cheapest on which it surely fits first.
+    one; without `gpu` it names the types), are compared: the cheapest on which the job surely fits comes first.
     `host_memory_gib`: that of a node, which the verdict includes as in `predict`. `recipe` as in `predict`: it answers for
     all candidates that it covers, and others are left out.
     Raises: SpecError, RecordError or CatalogError naming the parameter, the value, the rule and the way out.

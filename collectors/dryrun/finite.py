@@ -27,13 +27,13 @@ _ALIKE = {
     *(f"aten.{name}.default" for name in ("logical_and", "logical_or", "logical_not", "bitwise_not", "_to_copy", "clone")),
     *(f"aten.{name}_.default" for name in ("logical_and", "logical_or", "logical_not", "bitwise_not")),
 }
-"""Operators whose result has one value if their arguments have."""
+"""Operators on single elements: if all elements of each argument are equal, so are those of the result."""
 _SHAPES = {
     *(f"aten.{name}.default" for name in ("view", "detach", "alias", "expand", "unsqueeze", "stack", "cat")),
     *(f"aten.{name}" for name in ("any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims")),
     *(f"aten.{name}" for name in ("squeeze.default", "squeeze.dim", "select.int", "max.default", "min.default")),
 }
-"""Operators whose result has the value that all their arguments have."""
+"""Operators that move elements or pick some: if all elements of all arguments are equal, the result's have their value."""
 _FOLLOWS = _ALIKE | _SHAPES | {"aten.sum.default"}
 
 
@@ -61,6 +61,7 @@ def value_if_finite(tensor: Any) -> float | bool | None:
 
 
 def _value(func: Any, name: str, args: Any) -> float | bool | None:
+    """The value of all elements of the operator's result; None if it does not follow."""
     if name in _NEVER:
         return False
     if name in _OF_ITSELF and args[0] is args[1] and args[0].is_floating_point():

@@ -145,11 +145,11 @@ def search(
         typer.Option(min=1, help="Sequences per optimizer step; default: those of JOB, at least a micro-batch a GPU."),
     ] = None,
     find: Annotated[
-        str, typer.Option(help="plans, or what should be largest: micro_batch_size, sequence_length, model; or num_gpus.")
+        str, typer.Option(help="plans; the largest micro_batch_size, sequence_length or model; or the fewest num_gpus.")
     ] = "plans",
     price: Annotated[
         Path | None,
-        typer.Option(help="A YAML or JSON file of GPU types and what an hour of one costs: the cheapest first."),
+        typer.Option(help="A YAML or JSON file with the price of an hour of each GPU type; plans are then ranked by cost."),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 20,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that tensor parallelism may span.")] = 8,
@@ -160,7 +160,7 @@ def search(
 ) -> None:
     """Search the layouts, micro-batches, checkpointing, sharding and offloading with which JOB fits, ranked.
 
-    Several GPU types (--gpu A100-80GB,H100-80GB) or --price answer which type to take.
+    With several GPU types (--gpu A100-80GB,H100-80GB) or --price, GPU types are compared.
 
     Exits with 0 when something surely fits, 3 when nothing does, 4 when that is uncertain.
     """

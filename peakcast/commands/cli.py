@@ -35,7 +35,7 @@ OBJECTS_BETWEEN_COLLECTIONS = 500_000
 
 @app.command(epilog="Example: peakcast doctor")
 def doctor(json: Json = False) -> None:
-    """Show what is installed here, which GPUs and calibrations are found, and what of peakcast works with them."""
+    """Show what is installed here, which GPUs and calibrations are found, and which parts of peakcast work."""
     from peakcast import api
     from peakcast.printing import answers as render
 

@@ -24,15 +24,20 @@ def dryrun(
     world_size: Annotated[int | None, typer.Option(min=1, help="Ranks of the run; default: those of the launcher.")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of the rows that replace missing data.")] = None,
     lengths: Annotated[
-        str | None, typer.Option(metavar="SHORTEST..LONGEST", help="The same, for lengths that change from step to step.")
+        str | None,
+        typer.Option(metavar="SHORTEST..LONGEST", help="A range instead, for lengths that change from step to step."),
     ] = None,
-    skip_evaluation: Annotated[bool, typer.Option("--skip-evaluation", help="Do not count its evaluation.")] = False,
-    torch: Annotated[str | None, typer.Option(help="Release of torch of the run, if older: known differences.")] = None,
+    skip_evaluation: Annotated[bool, typer.Option("--skip-evaluation", help="Leave evaluation out of the peak.")] = False,
+    torch: Annotated[
+        str | None, typer.Option(help="The run's torch, if older than the one here: known differences are counted.")
+    ] = None,
     save_recipe: Annotated[
         Path | None, typer.Option(help="Keep the network in this .json.gz file: predict --recipe FILE varies it.")
     ] = None,
     timeout_seconds: Annotated[float, typer.Option(min=1.0, help="Most time that the script may take.")] = 600.0,
-    memory_gib: Annotated[float | None, typer.Option(help="Host memory for it; default: 80 % of what is free.")] = None,
+    memory_gib: Annotated[
+        float | None, typer.Option(help="Host memory that the script may use; default: 80 % of what is free.")
+    ] = None,
     output: Annotated[bool, typer.Option("--show-output", help="Show what the script prints.")] = False,
     details: Details = False,
     calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,

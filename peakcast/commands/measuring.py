@@ -47,7 +47,7 @@ def collect(
 ) -> None:
     """Measure the cells of GRID that SHARD does not have yet, each in its own process; interrupt and resume at will.
 
-    `peakcast collect constants` reads instead, in seconds, the memory of the GPU at hand that no tensor has: CUDA context,
+    `peakcast collect constants` measures instead, in seconds, the memory of this GPU that no tensor takes: CUDA context,
     libraries, NCCL. Predictions for that GPU type then use it.
     """
     from peakcast import api

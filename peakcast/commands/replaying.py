@@ -27,14 +27,14 @@ def replay(
     rank: Annotated[str, typer.Option(help="Rank to predict: worst, last, or a number.")] = "worst",
     trace: Annotated[bool, typer.Option("--trace", help="Compare it with a trace, not with the ledger.")] = False,
     module: Annotated[str | None, typer.Option(help="Compare it with a trace of FILE.py:FUNCTION, as in explain.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Also draw the two to this .png or .svg file.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also draw what is compared to this .png or .svg file.")] = None,
     json: Json = False,
 ) -> None:
     """Replay allocator histories through the simulated allocator, and say whether it does what was recorded.
 
-    With --against JOB the prediction is compared with a recording: which tensors are as predicted, which are missing, which
-    nobody predicted, which memory no tensor has. Of several files, or of a folder, --json prints one object a line. Exits
-    with 0 when simulation and recordings agree, 3 when not, 2 when a file cannot be read.
+    With --against JOB, also compare the recording with a prediction: which tensors are as predicted, which are missing,
+    which were not predicted, and which memory belongs to no tensor. With several files, or a folder, --json prints one
+    object a line. Exits with 0 when simulation and recordings agree, 3 when not, 2 when a file cannot be read.
     """
     from peakcast import api
     from peakcast.core.errors import SpecError
@@ -46,7 +46,8 @@ def replay(
         print(render.json_text(found.to_mapping()) if json else replayed_text(found))
         raise typer.Exit(0 if found.agrees else DISAGREES)
     if against is not None or module is not None or output is not None or trace:
-        raise SpecError("a comparison is with one recording: name one file.", parameter="files")
+        reason = "--against, --trace, --module and --output compare with one recording: name one file."
+        raise SpecError(reason, parameter="files")
     raise typer.Exit(_replay_all(files, as_json=json))
 
 

@@ -1,4 +1,4 @@
-"""Examines this machine: what is installed, which GPUs and calibrations there are, and what of peakcast works with them."""
+"""Examines this machine: what is installed, which GPUs and calibrations there are, and which parts of peakcast work."""
 
 from __future__ import annotations
 

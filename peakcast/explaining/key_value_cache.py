@@ -10,7 +10,7 @@ from peakcast.models.ledger.huggingface.blocks.kv_cache import layer_cache_bytes
 from peakcast.models.ledger.huggingface.contexts import block_context
 
 SERVER_SHARE = 0.9
-"""Of the GPU that vLLM takes when it starts, unless `gpu_memory_utilization` says otherwise (vLLM, engine arguments)."""
+"""The share of the GPU that vLLM allocates when it starts, by default (vLLM, engine argument `gpu_memory_utilization`)."""
 
 
 def cache_bytes_per_token(job: TrainingJob) -> int:
@@ -21,8 +21,8 @@ def cache_bytes_per_token(job: TrainingJob) -> int:
 
 
 def cache_sentences(job: TrainingJob, device: Device, p: Prediction) -> tuple[str, ...]:
-    """What the cache of `job` is made of, how many tokens of it a server on `device` would have room for with the same
-    weights and activations, and the share of the GPU with which it would have room for this job's."""
+    """How large the cache of `job` is, how many tokens of cache a server on `device` would have room for beside the same
+    weights and activations, and the share of the GPU that it needs for this job's cache."""
     each = cache_bytes_per_token(job)
     tokens = (job.inference.prompt_length or job.sequence_length) + (job.inference.new_tokens or 1) - 1
     window = job.architecture.sliding_window
@@ -51,5 +51,5 @@ def _share(num_bytes: int, device: Device) -> float:
 
 
 def _round(number: float) -> int:
-    """`number` to two digits: what a server holds besides the cache is not known any better."""
+    """`number` to two digits: what else a server holds is not known more exactly."""
     return int(float(f"{number:.2g}"))

@@ -72,9 +72,7 @@ class Observation:
         spoiled = [f"the allocator gave memory back and retried {retries} times."] if retries else []
         if self._seen.others:
             spoiled.append("another process used the GPU during the run.")
-        if (
-            num_steps is not None and num_steps < 2
-        ):  # the first step ends before the optimizer states exist beside gradients
+        if num_steps is not None and num_steps < 2:  # in the first, optimizer states do not exist beside gradients
             spoiled.append("fewer than two steps were run.")
         found = probes.versions()
         versions = FrozenMapping({k: found[k] for k in ("torch", "transformers", "peft") if k in found})

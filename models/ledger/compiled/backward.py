@@ -139,10 +139,11 @@ class LayerOps(LayerForward):
         if len(self._inside) == 1:
             (name,) = self._inside
             through_activation = ("d_product", name)
-            size, replaces = (2 * inner, ()) if architecture.gated_mlp else (inner, through_activation)
+            joined = architecture.gated_mlp  # the gradients of gate and up are parts of one buffer
+            size, replaces = (2 * inner, ()) if joined else (inner, through_activation)
             return [
                 *through,
-                op(f"d_{name}", through_activation, size, replaces=replaces),
+                op(f"d_{name}", through_activation, size, replaces=replaces, elementwise=not joined),
                 *self.back(name, (f"d_{name}", "norm_2"), f"d_norm_2_of_{name}", f"d_{name}", hidden),
                 *self._bias(name, f"d_{name}", architecture.mlp_bias),
             ]
@@ -152,11 +153,11 @@ class LayerOps(LayerForward):
         of_up, of_gate = (*d_product, gate), (*d_product, gate, up)
         return [
             *through,
-            op("d_up", of_up, inner, replaces=of_up if in_place else ()),
+            op("d_up", of_up, inner, replaces=of_up if in_place else (), elementwise=True),
             *self._scaled("d_up", of_up, inner, ("up",)),
             *self._adapter_back("up", self._of_adapter("d_up"), "norm_2", "d_norm_2.wide_of_up", hidden),
             *self.back("up", ("d_up", "norm_2"), "d_norm_2_of_up", "d_up", hidden),
-            op("d_gate", of_gate, inner, fuses="d_up", replaces=of_gate if in_place else ()),
+            op("d_gate", of_gate, inner, fuses="d_up", replaces=of_gate if in_place else (), elementwise=True),
             *self._scaled("d_gate", of_gate, inner, ("gate",)),
             *self._adapter_back("gate", self._of_adapter("d_gate"), "norm_2", "d_norm_2.wide_of_gate", hidden),
             *self.back("gate", ("d_gate", "norm_2"), "d_norm_2_of_gate", "d_gate", hidden),
@@ -184,7 +185,7 @@ class LayerOps(LayerForward):
                 given = (*(given if self.masked else given[2:]), *parts)
             return [
                 *ops,
-                op("d_qkv", given, size, fuses=() if self.masked else "d_of_sines"),
+                op("d_qkv", given, size, fuses=() if self.masked else "d_of_sines", elementwise=True),
                 *self.back("qkv", ("d_qkv", "norm_1"), "d_norm_1_of_qkv", "d_qkv", hidden),
                 *self._bias("qkv", "d_qkv", architecture.attention_bias),
             ]
@@ -211,21 +212,20 @@ class LayerOps(LayerForward):
         elements = self._weight(name) if elements is None else elements
         weight = elements * self.context.precision.weight_bytes
         if not self.casts:
-            both = [self._gradient(f"{name}.weight", reads, weight), op(result, gradient, size)]
+            both = [self._gradient(name, "weight", reads, weight), op(result, gradient, size)]
             # `addmm` computes the input's gradient first, then that of its transposed weight
             return both[::-1] if family_of(self.context.architecture).linear.conv1d else both
         return [
             op(f"{name}.grad", reads, elements * self.context.precision.compute_bytes),
             op(result, (gradient, f"{name}.cast"), size),
-            self._gradient(f"{name}.weight", f"{name}.grad", weight, wide=True),
+            self._gradient(name, "weight", f"{name}.grad", weight, wide=True),
         ]
 
-    def _gradient(self, name: str, reads: str | Names, size: int, *, wide: bool = False) -> Op:
-        """The operation that computes a parameter's gradient. `name`: the forward operation that uses the parameter, a
-        dot, and "weight" or "bias"."""
-        operation, dot, which = name.partition(".")
-        parameter = modules_of(self.context.architecture).get(operation, operation) + dot + which
-        return op(f"{name}.grad", reads, size, wide=wide, is_result=True, parameter=parameter)
+    def _gradient(self, of: str, part: str, reads: str | Names, size: int, *, wide: bool = False) -> Op:
+        """The operation that computes the gradient of the parameter `part` ("weight", "bias", "lora_A") that the forward
+        operation `of` uses."""
+        module = modules_of(self.context.architecture).get(of, of)
+        return op(f"{of}.{part}.grad", reads, size, wide=wide, is_result=True, parameter=f"{module}.{part}")
 
     def _adapter_back(self, name: str, gradient: str, read: str, result: str, size: int) -> list[Op]:
         """The backward of a product's adapter, which read a copy of the buffer `read`."""
@@ -235,9 +235,9 @@ class LayerOps(LayerForward):
         inputs = size // (context.rows * context.precision.compute_bytes)
         outputs, inner = self._weight(name) // inputs, f"d_{name}.lora_A"
         return [
-            self._gradient(f"{name}.lora_B.weight", (gradient, f"{name}.lora_A"), outputs * row, wide=True),
+            self._gradient(name, "lora_B", (gradient, f"{name}.lora_A"), outputs * row, wide=True),
             op(inner, gradient, context.rows * row, wide=True),
-            self._gradient(f"{name}.lora_A.weight", (inner, self._copied(read)), inputs * row, wide=True),
+            self._gradient(name, "lora_A", (inner, self._copied(read)), inputs * row, wide=True),
             op(result, inner, size // context.precision.compute_bytes * context.adapters.weight_bytes, wide=True),
         ]
 
@@ -265,7 +265,7 @@ class LayerOps(LayerForward):
     def _norm_weight(self, name: str, reads: Names, fuses: Names = ()) -> list[Op]:
         """The gradients of a norm's weight and bias."""
         width = self.context.architecture.hidden_size
-        both = self.summed(f"{name}.weight", f"{name}.partial", reads, width, fuses)
+        both = self.summed(name, "weight", f"{name}.partial", reads, width, fuses)
         if not (self.centers and both):
             return both
         first, second = both
@@ -273,23 +273,23 @@ class LayerOps(LayerForward):
         return [
             replace(first, writes={**first.writes, bias: first.writes[f"{name}.partial"]}, wide=first.wide | {bias}),
             second,
-            self._gradient(f"{name}.bias", bias, width * self.context.precision.weight_bytes, wide=self.casts),
+            self._gradient(name, "bias", bias, width * self.context.precision.weight_bytes, wide=self.casts),
         ]
 
     def _bias(self, name: str, reads: str, has: bool) -> list[Op]:
         """The gradient of a product's bias, if it `has` one."""
         _, columns = products(self.context.architecture)[name]
-        return self.summed(f"{name}.bias", f"{name}.bias.partial", (reads,), columns) if has else []
+        return self.summed(name, "bias", f"{name}.bias.partial", (reads,), columns) if has else []
 
-    def summed(self, name: str, partial: str, reads: Names, width: int, fuses: Names = ()) -> list[Op]:
-        """The gradient of a vector of `width` elements, such as a norm's weight or a bias, which every token is multiplied
-        by or is added to: a sum over tokens, in two steps."""
+    def summed(self, of: str, part: str, partial: str, reads: Names, width: int, fuses: Names = ()) -> list[Op]:
+        """The gradient of a parameter of `width` elements by which every token is multiplied or which is added to it, such
+        as a norm's weight or a bias: a sum over tokens, in two steps. `of`, `part`: as in `_gradient`."""
         if not self.trains:
             return []
         size = -(-self.context.rows // ROWS_SUMMED) * width * FP32
         return [
             op(partial, reads, size, wide=True, fuses=fuses),
-            self._gradient(name, partial, width * self.context.precision.weight_bytes, wide=self.casts),
+            self._gradient(of, part, partial, width * self.context.precision.weight_bytes, wide=self.casts),
         ]
 
     def _rotated_back(self, name: str, size: int) -> list[Op]:
@@ -311,6 +311,6 @@ class LayerOps(LayerForward):
             *ops,
             op(f"d_{name}_normed", given, through, wide=wide, fuses=f"d_{name}"),
             op(f"{name}_norm.partial", (f"d_{name}_normed", name, f"{name}_rstd"), partial, wide=True),
-            self._gradient(f"{name}_norm.weight", f"{name}_norm.partial", head * weight, wide=self.casts),
+            self._gradient(f"{name}_norm", "weight", f"{name}_norm.partial", head * weight, wide=self.casts),
             op(f"d_{name}", (f"d_{name}_normed", name, f"{name}_rstd"), size, replaces=f"d_{name}_normed"),
         ]

@@ -18,7 +18,7 @@ from functools import cached_property
 from peakcast.core.units import BF16, FP32
 from peakcast.models.ledger.compiled.backward import READS_AGAIN, LayerOps
 from peakcast.models.ledger.compiled.forward import modules_of, products
-from peakcast.models.ledger.compiled.inductor_kernels import Op
+from peakcast.models.ledger.compiled.inductor_kernels import Float8Operand, Float8Step, Op
 from peakcast.models.ledger.compiled.ops import Names, names, op
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
@@ -28,9 +28,6 @@ E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 GROUPS = 512
 """The absolute maximum is taken in this many parts first (read off the traces)."""
-
-ELEMENTWISE = ("norm_1", "norm_2", "product", "attended_by_token", "d_gate", "d_up", "d_qkv")
-"""What is computed element by element for products."""
 
 ROWS = "embed_tokens.rows"
 """In a network that is compiled whole, what adds the first layer's gradient to the rows of the table."""
@@ -84,16 +81,16 @@ def in_float8(context: HFContext) -> frozenset[str]:
 
 
 class Float8LayerOps(LayerOps):
-    """The operations of a layer with products in float8: `x.f8` is the buffer x in float8, `x.f8t` in the other layout.
-    `inlined` and `recomputed_inputs` are still to be applied to them."""
+    """The operations of a layer with products in float8: `x.f8` is the buffer x in float8, `x.f8t` in the other layout. The
+    caller still has to apply `inlined` and `recomputed_inputs` to them."""
 
     def forward(self, *, again: bool = False) -> list[Op]:
         """The operations of forward; `again`: those that backward may run again, with conversions that it alone reads."""
         ops = super().forward(again=again)
         kept = set[str]() if self.recomputes else self._read_by_others()
         wanted = set(self._inputs()) if again else kept
-        made = {f"{name}.scale": self._transposed(name) for name in wanted}
-        ops = [each for one in ops for each in (one, *made.pop(one.name, ()))]
+        made = {name: self._transposed(name) for name in wanted}
+        ops = [each for one in ops for each in (one, *made.pop(_scaled_by(one), ()))]
         return ops + [self._weight_back(name) for name in products(self.context.architecture) if name in self._kept_weights]
 
     def _projected(self, name: str, reads: str, size: int, widened: Sequence[Op] = ()) -> list[Op]:
@@ -102,15 +99,24 @@ class Float8LayerOps(LayerOps):
         copy, given = self._copy(reads, "f8", name), self.context.linears.gathered_in_float8
         operands = copy if given else (copy, f"{name}.f8")
         measured = [
-            op(f"{name}.amax", (), GROUPS * FP32, wide=True),
-            _scales(f"{name}.weight", f"{name}.amax"),
+            op(f"{name}.amax", (), GROUPS * FP32, wide=True, float8=_of_weight(Float8Step.MEASURE, name)),
+            _scales(_of_weight(Float8Step.SCALE, name), f"{name}.amax"),
         ]
+        of_weight = _of_weight(Float8Step.CONVERT, name)
+        converted = op(f"{name}.f8", f"{name}.weight.most", self._weight(name), dtype=E4M3, float8=of_weight)
         return [
             *self._scale(reads),
             *([] if given else measured),
             *self._unrounded(reads, self._elements(name, 0)),
-            op(copy, self._converted(reads), self._elements(name, 0), fuses=(f"{reads}.f8", f"{reads}.fp32"), dtype=E4M3),
-            *([] if given else [op(f"{name}.f8", f"{name}.weight.most", self._weight(name), dtype=E4M3)]),
+            op(
+                copy,
+                self._converted(reads),
+                self._elements(name, 0),
+                fuses=(f"{reads}.f8", f"{reads}.fp32"),
+                dtype=E4M3,
+                float8=Float8Operand(Float8Step.CONVERT, reads),
+            ),
+            *([] if given else [converted]),
             op(name, names(operands, f"{reads}.scale", f"{name}.weight.scale"), size),
         ]
 
@@ -124,13 +130,25 @@ class Float8LayerOps(LayerOps):
             *self._scale(gradient),
             *self._unrounded(gradient, outputs),
             op(
-                f"{gradient}.f8", both, outputs, fuses="d_up.f8" if gradient == "d_gate" else f"{gradient}.fp32", dtype=E5M2
+                f"{gradient}.f8",
+                both,
+                outputs,
+                fuses="d_up.f8" if gradient == "d_gate" else f"{gradient}.fp32",
+                dtype=E5M2,
+                float8=Float8Operand(Float8Step.CONVERT, gradient),
             ),
             *([] if name in self._kept_weights else [self._weight_back(name)]),
             op(result, (f"{gradient}.f8", f"{name}.f8t", f"{gradient}.scale", f"{name}.weight.scale"), size),
-            op(f"{gradient}.f8t", both, outputs, fuses=self._converted_with(gradient), dtype=E5M2),
+            op(
+                f"{gradient}.f8t",
+                both,
+                outputs,
+                fuses=self._converted_with(gradient),
+                dtype=E5M2,
+                float8=Float8Operand(Float8Step.TRANSPOSE, gradient),
+            ),
             self._gradient(
-                f"{name}.weight",
+                *(name, "weight"),
                 (f"{gradient}.f8t", self._copy(read, "f8t", name), f"{gradient}.scale", f"{read}.scale"),
                 weight,
             ),
@@ -161,7 +179,8 @@ class Float8LayerOps(LayerOps):
         """The scaled fp32 values of `x` before they are rounded, if these are a buffer."""
         if x == "d_gate" or not self._of_many_steps(x):
             return []
-        return [op(f"{x}.fp32", (x, f"{x}.most"), elements * FP32, wide=True, fuses="d_up.f8" if x == "product" else ())]
+        fuses, does = "d_up.f8" if x == "product" else (), Float8Operand(Float8Step.WIDEN, x)
+        return [op(f"{x}.fp32", (x, f"{x}.most"), elements * FP32, wide=True, fuses=fuses, float8=does)]
 
     def lays_out(self, name: str) -> bool:
         """A conversion rearranges what it reads."""
@@ -171,7 +190,8 @@ class Float8LayerOps(LayerOps):
         """The weight of `name` in the layout that backward reads."""
         near = name not in FAR or name in self._kept_weights
         fuses = f"{name}.f8" if near and not self.context.linears.gathered_in_float8 else ()
-        return op(f"{name}.f8t", f"{name}.weight.most", self._weight(name), fuses=fuses, dtype=E4M3)
+        does = _of_weight(Float8Step.TRANSPOSE, name)
+        return op(f"{name}.f8t", f"{name}.weight.most", self._weight(name), fuses=fuses, dtype=E4M3, float8=does)
 
     @cached_property
     def _kept_weights(self) -> frozenset[str]:
@@ -246,34 +266,64 @@ class Float8LayerOps(LayerOps):
         if x == self.attended and self._of_many_steps("product"):  # whose kernels lie between the two conversions
             where = ()
         fuses = f"{x}.f8" if x in self._read_by_others() and not self.recomputes else where
-        return [op(copy, self._converted(x), self._elements(of[0], 0), fuses=fuses, dtype=E4M3) for copy in copies]
+        reads, elements, does = self._converted(x), self._elements(of[0], 0), Float8Operand(Float8Step.TRANSPOSE, x)
+        return [op(copy, reads, elements, fuses=fuses, dtype=E4M3, float8=does) for copy in copies]
 
     def _scale(self, x: str) -> list[Op]:
         """The absolute maximum of `x`, in parts and whole."""
         rows = self.context.rows if x in ("norm_1", "norm_2", "d_middle") else GROUPS
         return [
-            op(f"{x}.amax", x, rows * FP32, wide=True, fuses=MEASURED_WITH.get(x, x)),
-            _scales(x, f"{x}.amax"),
+            op(
+                f"{x}.amax",
+                x,
+                rows * FP32,
+                wide=True,
+                fuses=MEASURED_WITH.get(x, x),
+                float8=Float8Operand(Float8Step.MEASURE, x),
+            ),
+            _scales(Float8Operand(Float8Step.SCALE, x), f"{x}.amax"),
         ]
 
 
-def _scales(x: str, amax: str) -> Op:
-    """The absolute maximum of all of `x`, which its conversions read, and its scale, which products read."""
-    return op(f"{x}.scale", amax, writes={f"{x}.most": BF16, f"{x}.scale": FP32}, wide=(f"{x}.scale",))
+def _of_weight(step: Float8Step, name: str) -> Float8Operand:
+    """The step of the weight of the product `name`."""
+    return Float8Operand(step, f"{name}.weight", is_weight=True)
+
+
+def _scales(operand: Float8Operand, amax: str) -> Op:
+    """The absolute maximum of all of an operand, which its conversions read, and its scale, which products read."""
+    x = operand.buffer
+    made = {f"{x}.most": BF16, f"{x}.scale": FP32}
+    return op(f"{x}.scale", amax, writes=made, wide=(f"{x}.scale",), float8=operand)
+
+
+def _scaled_by(one: Op) -> str:
+    """The buffer whose scale the operation computes; "" if it computes none."""
+    return one.float8.buffer if one.float8 is not None and one.float8.step is Float8Step.SCALE else ""
 
 
 def recomputed_inputs(forward: Sequence[Op]) -> set[str]:
     """Names of what backward computes again, whatever the policy: what has no buffer, and the scales of inputs."""
-    without = _without_buffer(forward)
-    measured = {name for one in forward for name in one.writes if name.endswith((".amax", ".most", ".scale", ".fp32"))}
-    return without | {name for name in measured if not name.endswith((".weight.most", ".weight.scale"))}
+    measured = (one for one in forward if one.float8 is not None and _is_made_again(one.float8))
+    return _without_buffer(forward) | {name for one in measured for name in one.writes}
+
+
+def _is_made_again(operand: Float8Operand) -> bool:
+    """Whether what a step makes of its operand is made again in backward. A weight's scale is kept, its conversions are
+    not results of this kind."""
+    if operand.step is Float8Step.SCALE:
+        return not operand.is_weight
+    return operand.step in (Float8Step.MEASURE, Float8Step.WIDEN)
 
 
 def kept_late(forward: Sequence[Op]) -> tuple[list[Op], list[Op]]:
     """The operations of a layer's forward in a network, and the conversions that forward makes for backward alone. As part
     of the traced backward they come at the end of the graph, too far from the others to be one kernel with them."""
-    late = [replace(one, fuses=()) for one in forward if ".f8t" in one.name]
-    return [one for one in forward if ".f8t" not in one.name], late
+    at_once, late = list[Op](), list[Op]()
+    for one in forward:
+        is_late = one.float8 is not None and one.float8.step is Float8Step.TRANSPOSE
+        (late if is_late else at_once).append(replace(one, fuses=()) if is_late else one)
+    return at_once, late
 
 
 def inlined(ops: Sequence[Op]) -> list[Op]:
@@ -291,20 +341,14 @@ def inlined(ops: Sequence[Op]) -> list[Op]:
 def _without_buffer(ops: Sequence[Op]) -> set[str]:
     """Names of what only conversions to float8 read, computed by itself of a few buffers."""
     few = [one for one in ops if len(one.writes) == 1 and len(one.reads) <= READS_AGAIN]
-    made = {name for one in few for name in one.writes if _in_layer(name) in ELEMENTWISE}
-    readers: dict[str, list[str]] = {name: [] for name in made}
+    readers: dict[str, list[Op]] = {name: [] for one in few if one.elementwise for name in one.writes}
     for one in ops:
         for name in one.reads:
             if name in readers:
-                readers[name].append(one.name)
-    return {name for name, of in readers.items() if of and all(_converts(one, name) for one in of)}
+                readers[name].append(one)
+    return {name for name, of in readers.items() if of and all(_prepares(one, name) for one in of)}
 
 
-def _in_layer(name: str) -> str:
-    """The name in its layer of what may be a buffer of a network."""
-    layer, dot, own = name.partition(".")
-    return own if dot and layer.isdecimal() else name
-
-
-def _converts(reader: str, name: str) -> bool:
-    return reader.startswith((f"{name}.f8", f"{name}.amax", f"{name}.fp32"))
+def _prepares(reader: Op, name: str) -> bool:
+    """Whether the operation measures or converts the buffer `name`."""
+    return reader.float8 is not None and reader.float8.buffer == name

@@ -118,7 +118,7 @@ class LayerForward:
             *self.norm("1", self.given, ("d_middle", *self.given), ("d_input", "d_middle", "rstd_1"), ("q", "k", "v")),
             *self._queries_keys_values(),
             self._attention(),
-            *([op(self.attended, "attended", self.q)] if self.attended != "attended" else []),
+            *([op(self.attended, "attended", self.q, elementwise=True)] if self.attended != "attended" else []),
             *self._projected("o", self.attended, self.hidden, self._widened(self.attended, self.attended, self.q, ("o",))),
             *self._before_sum("o", 1),
             *([] if self.sums_again else [summed]),
@@ -166,7 +166,14 @@ class LayerForward:
             results[kept] = self.hidden // self.context.precision.compute_bytes * FP32
         return [
             op(f"rstd_{name}", stream, writes=made, wide=True, fuses=fuses),
-            op(f"norm_{name}", reads, writes=results, fuses=fuses_result, wide=(kept,) if kept else ()),
+            op(
+                f"norm_{name}",
+                reads,
+                writes=results,
+                fuses=fuses_result,
+                wide=(kept,) if kept else (),
+                elementwise=True,
+            ),
             *self._widened(f"norm_{name}", reads, self.hidden, of),
         ]
 
@@ -203,7 +210,7 @@ class LayerForward:
             name, columns = ("gate_up", 2) if architecture.gated_mlp else ("up", 1)
             return [
                 *self._projected(name, "norm_2", columns * inner),
-                op("product", name, inner, fuses="d_up"),
+                op("product", name, inner, fuses="d_up", elementwise=True),
                 *self._projected("down", "product", self.hidden),
             ]
         gate, up = self._added("gate"), self._added("up")
@@ -218,6 +225,7 @@ class LayerForward:
                 inner,
                 fuses=("d_up", "d_gate", "up_added", "gate_added"),
                 replaces=("gate", "up"),
+                elementwise=True,
             ),
             *self._projected("down", "product", self.hidden, self._widened("product", (gate, up), inner, ("down",))),
         ]

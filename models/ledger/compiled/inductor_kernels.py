@@ -8,6 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+
+class Float8Step(Enum):
+    """What is done with an operand of a product in float8 before the product."""
+
+    MEASURE = auto()
+    """The largest absolute values of its parts are taken."""
+    SCALE = auto()
+    """The largest of those and the scale that follows from it are computed."""
+    WIDEN = auto()
+    """Its scaled values are computed in fp32, if that is a kernel of its own."""
+    CONVERT = auto()
+    """It is converted, in the layout that forward's product or the gradient of the input reads."""
+    TRANSPOSE = auto()
+    """It is converted in the other layout, which backward reads."""
+
+
+class Float8Operand(NamedTuple):
+    """What an operation does for a product in float8, and with which operand."""
+
+    step: Float8Step
+    buffer: str
+    is_weight: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +56,10 @@ class Op:
     """If it makes a parameter's gradient: the parameter's name in its module."""
     dtype: str = ""
     """Of its results, if it is neither that of most results nor fp32."""
+    elementwise: bool = False
+    """Whether it computes, element by element, what matrix products read."""
+    float8: Float8Operand | None = None
+    """If it measures or converts an operand of a product in float8: which, and how."""
 
 
 @dataclass(eq=False, slots=True)

@@ -6,8 +6,10 @@ backward at once, so it may compute a weight's gradient as late as the end, if t
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
@@ -35,7 +37,7 @@ from peakcast.models.ledger.compiled.ops import (
     recomputed,
     wanted,
 )
-from peakcast.models.ledger.compiled.template import Given, compiled_template
+from peakcast.models.ledger.compiled.template import Given, Place, compiled_template
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE
 from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT, Template
@@ -71,24 +73,48 @@ def _trains_as_traced(context: HFContext) -> bool:
 def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], again: tuple[bool, ...]) -> Template:
     """The template of a whole network, from token ids to loss and logits. Layer i has the context `kinds[layers[i]]`;
     `again[i]`: whether it is checkpointed."""
-    first, second = network_graphs(tuple(kinds[kind] for kind in layers), again)
+    first, second, places = network_graphs(tuple(kinds[kind] for kind in layers), again)
     if family_of(kinds[0].architecture).ends.loss_apart:
         given = Given(HIDDEN_TANGENT, Category.TEMPORARIES, first.size_of("norm_final"), True, born=1)
     else:
         given = Given(TANGENT, Category.LOGITS, first.size_of("logits"), True)
-    return compiled_template(first, second, [given], module_of=_module_of)
+    return compiled_template(first, second, [given], places=places)
 
 
-def _module_of(name: str) -> tuple[str, str]:
-    """(module, own name) of the operation `name`."""
-    layer, _, own = name.partition(".")
-    if layer.isdecimal():
-        return f"layers.{layer}", own
-    return ("embedding" if layer.startswith("embed") else "head"), name
+class NetworkGraphs(NamedTuple):
+    """The graphs of a network, and where the buffers of its embedding and its layers belong."""
+
+    forward: Graph
+    backward: Graph
+    places: Mapping[str, Place]
 
 
-def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Graph, Graph]:
-    """The forward and backward graphs of a network with these `layers`."""
+def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> NetworkGraphs:
+    """The graphs of a network with these `layers`."""
+    one = layers[0]
+    network, parts = _before_head(layers, again)
+    head, head_back = _head(one, parts[-1][0], network.given, network.summed if again[-1] else (network.given,))
+    loss, loss_back = _loss(one)
+    apart = family_of(one.architecture).ends.loss_apart
+    after = head if apart else [*head, *loss]
+    forward = [*network.forward, *after, *network.late]
+    kept = network.kept | {name for each in (*head, *loss) for name in each.writes}
+    embedding = _embedding_back(one, network.backward)
+    network.places |= _of_embedding(embedding)
+    everything = [*([] if apart else loss_back), *head_back, *network.backward, *embedding]
+    kept -= recomputed_inputs(forward)
+    everything = inlined(recomputed(network.repeated + after, wanted(everything), kept))
+    forward = inlined(forward)
+    seen = {f"{index}.{name}": size for index, (each, *_) in enumerate(parts) for name, size in each.parts_read.items()}
+    first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
+    if not apart:
+        return NetworkGraphs(first, second, network.places)
+    loss_first, loss_second = both_graphs(loss, loss_back, kept, {"loss"}, {"logits": first.size_of("logits")})
+    return NetworkGraphs(GraphsInTurn([first, loss_first]), GraphsInTurn([loss_second, second]), network.places)
+
+
+def _before_head(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[_LayersInTurn, list[LayerParts]]:
+    """The operations of the embedding and of all layers, together and layer by layer."""
     one = layers[0]
     embedded, reads = _embedded(one, len(layers))
     made = family_of(one.architecture).ends.scales_embedding or len(reads) > 1  # computed, so it can be recomputed
@@ -105,32 +131,20 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
     network = _LayersInTurn(
         forward=before,
         repeated=[*before],
+        places=_of_embedding(before),
         kept={*reads, "positions", "sequences", *masks},
         outer={name: name for name in (*reads, *masks, SEEDS, "sequences", "norm_final.partial", ROWS)},
     )
     for index, (layer, part) in enumerate(zip(layers, parts, strict=True)):
         network.add(layer, part, masks[index], again=again[index], last=index == len(layers) - 1)
-    head, head_back = _head(one, parts[-1][0], network.given, network.summed if again[-1] else (network.given,))
-    loss, loss_back = _loss(one)
-    apart = family_of(one.architecture).ends.loss_apart
-    after = head if apart else [*head, *loss]
-    forward = [*network.forward, *after, *network.late]
-    kept = network.kept | {name for each in (*head, *loss) for name in each.writes}
     if any(again):
-        kept.difference_update(masks)
-    embedding = _embedding_back(one, network.backward)
-    everything = [*head_back, *network.backward, *embedding]
-    if not apart:
-        everything = [*loss_back, *everything]
-    kept -= recomputed_inputs(forward)
-    everything = inlined(recomputed(network.repeated + after, wanted(everything), kept))
-    forward = inlined(forward)
-    seen = {f"{index}.{name}": size for index, (each, *_) in enumerate(parts) for name, size in each.parts_read.items()}
-    first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
-    if not apart:
-        return first, second
-    loss_first, loss_second = both_graphs(loss, loss_back, kept, {"loss"}, {"logits": first.size_of("logits")})
-    return GraphsInTurn([first, loss_first]), GraphsInTurn([loss_second, second])
+        network.kept.difference_update(masks)
+    return network, parts
+
+
+def _of_embedding(ops: Sequence[Op]) -> dict[str, Place]:
+    """The places of the buffers that `ops` of the embedding make."""
+    return {name: Place("embedding", name) for one in ops for name in one.writes}
 
 
 LayerParts = tuple[LayerOps, list[Op], list[Op], list[Op]]
@@ -156,6 +170,8 @@ class _LayersInTurn:
     """Names of what forward may save for backward."""
     outer: dict[str, str]
     """Names of buffers that layers read or write and that are not their own -> the names that these have here."""
+    places: dict[str, Place] = field(default_factory=dict)
+    """By name here of a buffer that the embedding or a layer makes, where it belongs."""
     late: list[Op] = field(default_factory=list)
     """The operations that forward runs at its end: it keeps what only backward reads."""
     backward: list[Op] = field(default_factory=list)
@@ -172,8 +188,8 @@ class _LayersInTurn:
         above = "d_stream" if last else f"{self.number + 1}.d_input"
         self.outer[MASK] = mask
         at_once, late = kept_late(inside)
-        self.forward += prefixed(at_once, prefix, self.outer | {INPUT: self.given})
-        self.late += prefixed(late, prefix, self.outer | {INPUT: self.given})
+        self.forward += self._here(at_once, self.outer | {INPUT: self.given})
+        self.late += self._here(late, self.outer | {INPUT: self.given})
         self.kept |= {prefix + name for name in kept_of(layer, inside, again)}
         if again and not last:
             self.kept.add(prefix + OUTPUT)
@@ -181,11 +197,20 @@ class _LayersInTurn:
         if last and again:
             back = _after_recomputation(layer, back)
             repeated = [replace(one, fuses=()) if one.name in FAR_IN_LAST else one for one in repeated]
-        self.repeated += prefixed(repeated, prefix, self.outer | {INPUT: self.given})
-        self.backward[:0] = prefixed(back, prefix, self.outer | {INPUT: self.given} | above_names)
+        self.repeated += self._here(repeated, self.outer | {INPUT: self.given})
+        self.backward[:0] = self._here(back, self.outer | {INPUT: self.given} | above_names)
         self.summed = (self.given, f"{prefix}o", f"{prefix}down")
         self.given = prefix + OUTPUT
         self.number += 1
+
+    def _here(self, ops: Sequence[Op], others: Mapping[str, str]) -> list[Op]:
+        """`ops` of the layer that is being added, with the names that they have in the network. `others`: the buffers among
+        theirs that are not the layer's."""
+        here, block = prefixed(ops, f"{self.number}.", others), f"layers.{self.number}"
+        for one, renamed in zip(ops, here, strict=True):
+            both = zip(one.writes, renamed.writes, strict=True)
+            self.places |= {new: Place(block, own) for own, new in both if own not in others}
+        return here
 
 
 def _masks(context: HFContext, layers: int) -> list[str]:

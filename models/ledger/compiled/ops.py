@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from peakcast.models.ledger.compiled.inductor_kernels import Op
+from peakcast.models.ledger.compiled.inductor_kernels import Float8Operand, Op
 from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 
 INPUT, OUTPUT = "hidden_states", "output"
@@ -33,6 +33,8 @@ def op(
     wide: bool | Collection[str] = False,
     parameter: str = "",
     dtype: str = "",
+    elementwise: bool = False,
+    float8: Float8Operand | None = None,
 ) -> Op:
     """An operation. By default it writes one buffer of `size` bytes, which has its name. A single name may be given
     without a tuple. `wide`: whether all its results are wide, or which of them. Other arguments are as in `Op`."""
@@ -48,6 +50,8 @@ def op(
         wide=frozenset((made if wide else ()) if isinstance(wide, bool) else wide),
         parameter=parameter,
         dtype=dtype,
+        elementwise=elementwise,
+        float8=float8,
     )
 
 
@@ -83,6 +87,8 @@ def prefixed(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[
             wide=frozenset([found[name] for name in one.wide]),
             parameter=one.parameter,
             dtype=one.dtype,
+            elementwise=one.elementwise,
+            float8=None if one.float8 is None else one.float8._replace(buffer=found[one.float8.buffer]),
         )
         for one in ops
     ]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph
 from peakcast.models.ledger.tape.template import GRADIENTS, TEMPORARIES, Row, Template, backward_row, column_fields
 from peakcast.timelines.timeline import Category
+
+
+class Place(NamedTuple):
+    """Where a buffer of a network's graph belongs: a block ("embedding", "layers.3", "head"), and its name there."""
+
+    block: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +39,17 @@ def compiled_template(
     given: Iterable[Given],
     *,
     input_bytes: int = 0,
-    module_of: Callable[[str], tuple[str, str]] | None = None,
+    places: Mapping[str, Place] | None = None,
 ) -> Template:
-    """The template of `first` as forward and `second` as backward. `module_of`: splits the name of a network's operation
-    into (module, own name)."""
+    """The template of `first` as forward and `second` as backward. `places`: if they are graphs of a network, by name of a
+    buffer where it belongs; buffers that are not listed are the head's."""
     rows = [*_given_rows(first, second, given), *_computed_rows(first, second)]
     modules = []
     for row in rows:
         row.dies_without_graph = len(first.order) if row.dies_backward else row.dies
-        if module_of is not None:
-            module, row.name = module_of(row.name)
-            modules.append(module)
+        if places is not None:
+            block, row.name = places.get(row.name) or Place("head", row.name)
+            modules.append(block)
     return Template(
         **column_fields(rows),
         modules=modules,

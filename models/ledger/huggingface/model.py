@@ -206,8 +206,7 @@ def attention_weights_bytes(layer: HFContext) -> int:
 
 def attends_without_graph(run: BlockRun) -> bool:
     """Whether a layer's attention saves nothing for backward, because neither its input nor a projection trains."""
-    kept = zip(run.template.names, run.template.dies_backward.tolist(), strict=True)
-    return not any(keeps and name.startswith("self_attn.") for name, keeps in kept)
+    return not run.template.dies_backward[run.template.made_by(Mark.ATTENTION)].any()
 
 
 def hold_attention_weights(

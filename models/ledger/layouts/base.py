@@ -54,6 +54,9 @@ class StoredTensor:
     """Number of ranks with different experts; data parallelism has that many times fewer ranks."""
     sent_bytes: int = 0
     """Bytes of one element while it is gathered, if fewer than `gathered_bytes`: of float8 weights; 0: as many."""
+    name_in_block: str = ""
+    """By which name its block's gradients know it, if not by its own: the block makes the gradients of all experts that run
+    one after the other under the name of one."""
     sharded: bool = True
     """Whether FSDP shards it: true for parameters, false for tensors attached to one (constants of quantised weights)."""
 

@@ -36,4 +36,5 @@ def _matrices(tensor: StoredTensor) -> Iterator[StoredTensor]:
     for expert in range(num_experts):
         for name in MATRICES[stacked]:
             shape = (rows // len(MATRICES[stacked]), columns)
-            yield replace(tensor, name=f"{experts}.{expert}.{name}.weight", shape=shape)
+            own, of_all = f"{experts}.{expert}.{name}.weight", f"{experts}.{name}.weight"
+            yield replace(tensor, name=own, name_in_block=of_all, shape=shape)

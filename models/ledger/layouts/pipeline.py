@@ -143,7 +143,7 @@ def _table(num_micro_batches: int, virtual_stages: int, group: int) -> list[tupl
 def representative_micro_batches(
     stages: int, virtual_stages: int, pipeline_rank: int, num_micro_batches: int, group: int | None = None
 ) -> int:
-    """How many micro-batches to simulate: the fewest whose schedule reaches the same most in flight, and two more."""
+    """How many micro-batches to simulate: the fewest with which as many are in flight at once as with all, and two more."""
     group = group or stages
     if virtual_stages == 1:
         return min(num_micro_batches, stages - pipeline_rank + 2)
@@ -187,8 +187,8 @@ def _zero_bubble(stages: int, virtual: int, stage: int, num_micro_batches: int, 
 
 
 def _zero_bubble_v(stages: int, stage: int, num_micro_batches: int) -> tuple[Turn, ...]:
-    """`ScheduleZBVZeroBubble`: two stages per rank. The weights' half follows at once, except for the last `stage` of
-    each."""
+    """`ScheduleZBVZeroBubble`: two stages per rank. The weights' half follows at once, except for the last `stage`
+    backwards of each."""
     planned = max(2 * stages - 1, num_micro_batches)
     turns: list[Turn] = []
     done: Counter[tuple[int, str]] = Counter()
@@ -262,8 +262,8 @@ def _round(layout: Parallelism, num_micro_batches: int) -> int:
 
 
 def simulated_micro_batches(layout: Parallelism, stage: int, num_micro_batches: int) -> int:
-    """How many micro-batches to simulate so that more would change nothing: all, if each waits for the last one or leaves a
-    gradient behind."""
+    """How many micro-batches to simulate so that more would not change the peak. All of them, if every forward runs before
+    the first backward, or if weights' gradients are computed later than inputs'."""
     if layout.pipeline_schedule in ("gpipe", *SPLIT_BACKWARD):
         return num_micro_batches
     stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages

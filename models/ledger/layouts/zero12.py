@@ -179,7 +179,7 @@ class Zero12(Partitions):
         of_block = self._trained_of.get(module, [])
         key = id(template), tuple(tensor.name for tensor in of_block)
         if key not in self._places:
-            self._places[key] = tensors_of_gradients(template, self.in_order(template), of_block, self.element_bytes)
+            self._places[key] = tensors_of_gradients(template, self.in_order(template), of_block)
         return {index: of_block[place] for index, place in self._places[key].items()}
 
     def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int, born: int) -> None:

@@ -24,6 +24,7 @@ class Order:
     recorded: list[ModuleTurn] | None = None
     """The turns of this run, if none were known when it began."""
     at: int = 0
+    """How many of the known turns this run has repeated."""
     _uses: tuple[tuple[ModuleTurn, ...], dict[bool, _Uses]] | None = None
     """For the known turns: where each tensor is used, as a leaf module counts it and as others do."""
 
@@ -34,7 +35,8 @@ class Order:
         self.at = 0
 
     def deviates_at(self, turn: ModuleTurn) -> bool:
-        """A module has its turn. Returns whether another one was expected, in which case nothing is known from here on."""
+        """Note that a module's turn begins. Returns whether another module was expected: then the order of all later turns
+        is unknown."""
         if self.known is None:
             if self.recorded is not None:
                 self.recorded.append(turn)

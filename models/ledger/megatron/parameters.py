@@ -41,20 +41,20 @@ class Parameter:
     """Whether `shape` begins with the number of experts."""
     adapter: bool = False
     """Whether it is an adapter's."""
+    multiplied_by: tuple[str, ...] = ()
+    """If it is the matrix of one of a layer's projections, which megatron-core and Transformer Engine call linear_*: the
+    labels that the operation which multiplies by it may have (`blocks/`)."""
+    routed: bool = False
+    """Whether it belongs to the experts that tokens are routed to."""
 
     @property
     def numel(self) -> int:
         return _product(self.shape)
 
     @property
-    def of_projection(self) -> bool:
-        """Whether it belongs to one of a layer's projections, which megatron-core and Transformer Engine call linear_*."""
-        return ".linear_" in self.name
-
-    @property
     def is_projection_weight(self) -> bool:
         """Whether it is a projection's matrix, not its bias or the norm that is part of it."""
-        return self.of_projection and len(self.shape) > 1 and self.name.endswith("weight")
+        return bool(self.multiplied_by)
 
     @property
     def is_matrix(self) -> bool:
@@ -91,9 +91,9 @@ def _adapter(context: MegatronContext, adapters: AdapterContext, p: Parameter) -
     """The two matrices of the adapter on the projection whose weight is `p`, if it has one (sources: `blocks/adapters.py`).
     Megatron-Bridge divides the first matrix of a column-parallel projection over its rank, and gives the experts of a
     rank one adapter together."""
-    module, _, kind = p.name.rpartition(".")
+    module = p.name.rpartition(".")[0]
     leaf = module.rpartition(".")[2]
-    if kind != "weight" or leaf not in adapters.targets:
+    if not p.is_projection_weight or leaf not in adapters.targets:
         return
     experts, bridge = context.experts if p.stacked else None, adapters.library == "megatron_bridge"
     tensor = experts.expert_tensor_parallel_size if experts is not None else context.groups.tensor_parallel_size
@@ -104,10 +104,12 @@ def _adapter(context: MegatronContext, adapters: AdapterContext, p: Parameter) -
     if bridge and leaf not in ROW_PARALLEL:
         first = -(-rank // tensor)
     for name, shape in (("linear_in", (first, inside)), ("linear_out", (out, rank))):
+        of_adapter = tuple(f"{label}.{name}" for label in p.multiplied_by)
+        made = replace(p, name=f"{module}.{name}.weight", shape=shape, adapter=True, multiplied_by=of_adapter)
         if p.stacked and not bridge:
-            yield replace(p, name=f"{module}.{name}.weight", shape=(p.shape[0], *shape), adapter=True)
+            yield replace(made, shape=(p.shape[0], *shape))
         else:
-            yield replace(p, name=f"{module}.{name}.weight", shape=shape, tensors=1, stacked=False, adapter=True)
+            yield replace(made, tensors=1, stacked=False)
 
 
 def _layer_parameters(context: MegatronContext) -> tuple[Parameter, ...]:
@@ -123,13 +125,18 @@ def _layer_parameters(context: MegatronContext) -> tuple[Parameter, ...]:
     return (*attention, *cross, *(_dense(context) if context.experts is None else _routed(context, context.experts)))
 
 
+def _matrix(module: str, projection: str, shape: tuple[int, ...], labels: tuple[str, ...] = ()) -> Parameter:
+    """The matrix of a projection in `module`. `labels`: as in `multiplied_by`; by default the projection's name."""
+    return Parameter(f"{module}.{projection}.weight", "", shape, multiplied_by=labels or (projection,))
+
+
 def _attention(context: MegatronContext) -> Iterator[Parameter]:
     hidden, mixed = context.hidden, context.attention.query + 2 * context.attention.key_value
-    yield Parameter("self_attention.linear_proj.weight", "", (hidden, context.attention.query))
+    yield _matrix("self_attention", "linear_proj", (hidden, context.attention.query))
     if context.linear_bias:
         yield Parameter("self_attention.linear_proj.bias", "", (hidden,))
     yield from _norm(context, "self_attention.linear_qkv.layer_norm", hidden)
-    yield Parameter("self_attention.linear_qkv.weight", "", (mixed, hidden))
+    yield _matrix("self_attention", "linear_qkv", (mixed, hidden))
     if context.attention.qkv_bias:
         yield Parameter("self_attention.linear_qkv.bias", "", (mixed,))
     if context.attention.qk_norm:
@@ -144,67 +151,71 @@ def _mamba(context: MegatronContext, mamba: MambaContext) -> Iterator[Parameter]
     for name in ("dt_bias", "A_log", "D"):
         yield Parameter(f"mixer.{name}", "", (mamba.heads,))
     yield from _norm(context, "mixer.linear_in_proj.layer_norm", context.hidden)
-    yield Parameter("mixer.linear_in_proj.weight", "", (mamba.input, context.hidden))
+    yield _matrix("mixer", "linear_in_proj", (mamba.input, context.hidden))
     yield Parameter("mixer.norm.weight", "", (mamba.inner,))
-    yield Parameter("mixer.linear_out_proj.weight", "", (context.hidden, mamba.inner))
+    yield _matrix("mixer", "linear_out_proj", (context.hidden, mamba.inner))
 
 
 def _cross_attention(context: MegatronContext) -> Iterator[Parameter]:
     yield from _norm(context, "pre_cross_attn_layernorm", context.hidden)
-    yield Parameter("cross_attention.linear_proj.weight", "", (context.hidden, context.attention.query))
+    output = (context.hidden, context.attention.query)
+    yield _matrix("cross_attention", "linear_proj", output, ("cross_attention.linear_proj",))
     if context.linear_bias:
         yield Parameter("cross_attention.linear_proj.bias", "", (context.hidden,))
     for name, width in (("q", context.attention.query), ("kv", 2 * context.attention.key_value)):
-        yield Parameter(f"cross_attention.linear_{name}.weight", "", (width, context.hidden))
+        yield _matrix("cross_attention", f"linear_{name}", (width, context.hidden), (f"cross_attention.linear_{name}",))
         if context.linear_bias:
             yield Parameter(f"cross_attention.linear_{name}.bias", "", (width,))
 
 
 def _latent_attention(context: MegatronContext, latent: LatentContext) -> Iterator[Parameter]:
     yield from _norm(context, "input_layernorm", context.hidden)
-    yield Parameter("self_attention.linear_proj.weight", "", (context.hidden, context.attended))
+    yield _matrix("self_attention", "linear_proj", (context.hidden, context.attended))
     if context.linear_bias:
         yield Parameter("self_attention.linear_proj.bias", "", (context.hidden,))
     query = context.attention.heads * latent.qk_dim
     if latent.q_lora_rank:
-        yield Parameter("self_attention.linear_q_down_proj.weight", "", (latent.q_lora_rank, context.hidden))
+        yield _matrix("self_attention", "linear_q_down_proj", (latent.q_lora_rank, context.hidden))
         if latent.qk_norm:
             yield from _norm(context, "self_attention.linear_q_up_proj.layer_norm", latent.q_lora_rank)
-        yield Parameter("self_attention.linear_q_up_proj.weight", "", (query, latent.q_lora_rank))
+        yield _matrix("self_attention", "linear_q_up_proj", (query, latent.q_lora_rank))
     else:
-        yield Parameter("self_attention.linear_q_proj.weight", "", (query, context.hidden))
+        yield _matrix("self_attention", "linear_q_proj", (query, context.hidden))
     down, up = latent.kv_lora_rank + latent.rope_dim, context.attention.heads * (latent.nope_dim + latent.v_dim)
-    yield Parameter("self_attention.linear_kv_down_proj.weight", "", (down, context.hidden))
+    yield _matrix("self_attention", "linear_kv_down_proj", (down, context.hidden))
     if latent.qk_norm:
         yield from _norm(context, "self_attention.linear_kv_up_proj.layer_norm", latent.kv_lora_rank)
-    yield Parameter("self_attention.linear_kv_up_proj.weight", "", (up, latent.kv_lora_rank))
+    yield _matrix("self_attention", "linear_kv_up_proj", (up, latent.kv_lora_rank))
 
 
 def _dense(context: MegatronContext) -> Iterator[Parameter]:
     yield from _norm(context, "mlp.linear_fc1.layer_norm", context.hidden)
-    yield from _feed_forward(context, "mlp", context.feed_forward.width)
+    yield from _feed_forward(context, "mlp", context.feed_forward.width, ("",))
 
 
 def _routed(context: MegatronContext, experts: ExpertContext) -> Iterator[Parameter]:
     """The parameters of a mixture of experts."""
     yield from _norm(context, "pre_mlp_layernorm", context.hidden)
     yield Parameter("mlp.router.weight", "", (experts.num_experts, context.hidden))
-    for p in _feed_forward(context, "mlp.experts", experts.ffn):  # one entry for all local experts' matrices
+    # one entry for the matrices of all local experts, which run together or one by one (`blocks/moe.py`)
+    for p in _feed_forward(context, "mlp.experts", experts.ffn, ("experts.", "expert.")):
         tensors = 1 if experts.joined_weights else experts.local_experts
         shape, replicated = (experts.local_experts, *p.shape), experts.expert_parallel_size > 1
-        yield replace(p, shape=shape, expert=replicated, tensors=tensors, stacked=True)
+        yield replace(p, shape=shape, expert=replicated, tensors=tensors, stacked=True, routed=True)
     if experts.shared_ffn:
-        yield from _feed_forward(context, "mlp.shared_experts", experts.shared_ffn)
+        yield from _feed_forward(context, "mlp.shared_experts", experts.shared_ffn, ("shared_experts.",))
         if experts.shared_gate:
             yield Parameter("mlp.shared_experts.gate_weight", "", (1, context.hidden))
 
 
-def _feed_forward(context: MegatronContext, name: str, width: int) -> Iterator[Parameter]:
+def _feed_forward(context: MegatronContext, name: str, width: int, labels: tuple[str, ...]) -> Iterator[Parameter]:
+    """Both projections of a feed-forward of this `width`. `labels`: how the labels of their operations may begin."""
     inner = width * (2 if context.feed_forward.gated else 1)
-    yield Parameter(f"{name}.linear_fc1.weight", "", (inner, context.hidden))
+    first, second = (tuple(label + projection for label in labels) for projection in ("linear_fc1", "linear_fc2"))
+    yield _matrix(name, "linear_fc1", (inner, context.hidden), first)
     if context.linear_bias:
         yield Parameter(f"{name}.linear_fc1.bias", "", (inner,))
-    yield Parameter(f"{name}.linear_fc2.weight", "", (context.hidden, width))
+    yield _matrix(name, "linear_fc2", (context.hidden, width), second)
     if context.linear_bias:
         yield Parameter(f"{name}.linear_fc2.bias", "", (context.hidden,))
 

@@ -101,7 +101,7 @@ def hold_fp8_weights(step: Step, share: RankShare, first: FirstRuns) -> None:
             for p in layer_parameters(share.layer_context(layer)):
                 if is_fp8_parameter(share, p) and shares_gradient_buffer(share):
                     continue  # which has both layouts itself
-                if p.of_projection and len(p.shape) > 1:
+                if p.is_projection_weight:
                     module = f"layers.{layer}"
                     again = 0 if p.name.endswith(at_once) else first.recomputed.get(layer, 0)
                     # by rows and by columns, or in a layout that serves both
@@ -170,9 +170,8 @@ def placeholder_shapes(share: RankShare) -> dict[tuple[int, int], set[str]]:
         anew = context.experts is not None and context.experts.placeholders_anew
         for p in parameters:
             trains = p.adapter or not context.frozen
-            if trains and p.is_projection_weight and not (anew and "mlp.experts." in p.name):
-                label = p.name.removesuffix(".weight").removeprefix("self_attention.").removeprefix("mlp.")
-                shapes[p.shape[-2], p.shape[-1]] |= {label, label.replace("experts.linear", "expert.linear")}
+            if trains and p.is_projection_weight and not (anew and p.routed):
+                shapes[p.shape[-2], p.shape[-1]].update(p.multiplied_by)
         if share.has_head and share.job.architecture.num_nextn_predict_layers and not context.frozen:
             shapes[context.hidden // context.groups.tensor_parallel_size, 2 * context.hidden].add("mtp.eh_proj")
     if context.weight_gradients.cached_output_placeholder and share.has_head and not context.frozen:

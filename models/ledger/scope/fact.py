@@ -1,4 +1,4 @@
-"""`Fact`: what holds of a job or does not, under a name. Facts combine to the conditions of the tables of this folder.
+"""`Fact`: a named statement about a job, true or false. Facts are combined to the conditions of the tables of this folder.
 
 `asked & other`: both hold; `asked | other`: at least one does; `~asked`: it does not. Most facts are a setting with one of
 some values, which `setting`, `option` and `trait` make; what needs more than that is a function in `facts.py`.

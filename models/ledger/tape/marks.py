@@ -30,6 +30,8 @@ class Mark(Enum):
     """Autocast makes a narrow copy of a weight, which its cache keeps until forward ends."""
     WIDENED_OUTPUTS = auto()
     """accelerate makes the outputs fp32, once autocast's context has been left."""
+    ATTENTION = auto()
+    """A Hugging Face layer's attention, with its projections, without the norm before it."""
     ROTATION = auto()
     """A layer rotates its queries and keys."""
     KEY_CACHE = auto()

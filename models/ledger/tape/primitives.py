@@ -7,10 +7,23 @@ dimension. Every rule follows torch's own derivative formula (tools/autograd/der
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import NamedTuple
 
 from peakcast.core.units import FP32
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
+
+
+class LinearKind(Enum):
+    """What a Linear is in its network."""
+
+    PROJECTION = auto()
+    """The network's own. It may be of a class of the family's, such as GPT-2's Conv1D, which does not call `F.linear`."""
+    LM_HEAD = auto()
+    """The lm_head, an nn.Linear in every family."""
+    ADAPTER = auto()
+    """A matrix of an adapter, an nn.Linear whatever it adapts. Its weight is stored under the name of its module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +35,7 @@ class LinearLayer:
     out_features: int
     element_bytes: int
     """Bytes of an element of the weight, and of the input and output where the operation itself is written down."""
+    kind: LinearKind = LinearKind.PROJECTION
     bias: bool = False
     trains: bool = True
     keeps_input: bool = False
@@ -41,11 +55,35 @@ class LinearLayer:
     def weight_bytes(self) -> int:
         return self.in_features * self.out_features * self.element_bytes
 
+    def weight_gradient(self, num_bytes: int) -> WeightGradient:
+        """The gradient of its weight."""
+        stored = self.name if self.kind is LinearKind.ADAPTER else ""
+        return WeightGradient(f"{self.name}.weight.grad", num_bytes, parameter=stored)
+
+
+class LowRankMatrices(NamedTuple):
+    """The two matrices of a LoRA adapter: one to its rank, one from it."""
+
+    down: LinearLayer
+    up: LinearLayer
+
+    @classmethod
+    def of(cls, module: str, in_features: int, out_features: int, rank: int, element_bytes: int) -> LowRankMatrices:
+        """Those of the adapter on `module`, under the names that peft gives them."""
+        down = LinearLayer(
+            name=f"{module}.lora_A",
+            in_features=in_features,
+            out_features=rank,
+            element_bytes=element_bytes,
+            kind=LinearKind.ADAPTER,
+        )
+        return cls(down, replace(down, name=f"{module}.lora_B", in_features=rank, out_features=out_features))
+
 
 def linear(tape: Tape, x: Tensor, rows: int, layer: LinearLayer) -> Tensor:
     """x·Wᵀ (+ b). Saves its input if the weight trains; the weight is a parameter and exists anyway."""
     name, size = layer.name, layer.element_bytes
-    gradients = [WeightGradient(f"{name}.weight.grad", layer.weight_bytes)] * layer.num_matrices
+    gradients = [layer.weight_gradient(layer.weight_bytes)] * layer.num_matrices
     if layer.bias:
         gradients.append(tape.summed(f"{name}.bias.grad", layer.out_features, rows, layer.out_features * size))
     summed = layer.in_features if layer.incoming_stays else max(layer.in_features - layer.out_features, 0)

@@ -129,7 +129,7 @@ CUT, TWO = {"num_hidden_layers": 3, "vocab_size": 4096}, {"micro_batch_size": 2}
 def test_the_orders_of_a_whole_networks_backward_have_the_peaks_that_inductor_logs(changes, estimates):
     job = expand({"include": [{"compile": True, "architecture": TINY, "sequence_length": 1024, **changes}]})[0]
     blocks = Blocks(job, block_context(job, None))
-    _, backward = network.network_graphs(tuple(blocks.contexts), tuple(blocks.recomputed))
+    backward = network.network_graphs(tuple(blocks.contexts), tuple(blocks.recomputed)).backward
     assert tuple(backward.peaks()) == estimates
 
 
@@ -137,7 +137,7 @@ def test_a_loss_that_is_a_graph_of_its_own_hands_its_gradient_to_the_networks():
     """GPT-2's; the estimates are those that torch 2.13 logs of the network's backward."""
     cut = {"architecture": {**CUT, "name": "gpt2"}, "sequence_length": 1024, "micro_batch_size": 4}
     blocks = Blocks(job := expand({"include": [{"compile": True, **cut}]})[0], block_context(job, None))
-    forward, backward = network.network_graphs(tuple(blocks.contexts), tuple(blocks.recomputed))
+    forward, backward, _ = network.network_graphs(tuple(blocks.contexts), tuple(blocks.recomputed))
     of_loss, of_network = backward.graphs
     assert of_network.peaks() == [380382256, 389820976, 396304432, 450797584]
     lives = {life.name: life for life in backward.lives()[0]}

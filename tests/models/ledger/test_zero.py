@@ -99,6 +99,20 @@ def test_zero2_sends_the_gradient_of_every_tensor_through_its_bucket(job, monkey
     assert sum(tensor.numel for tensor in sent) == num_parameters(architecture)
 
 
+@pytest.mark.parametrize("method", ["lora", "dora", "ia3"])
+def test_zero2_sends_the_gradient_of_every_adapter_through_its_bucket(job, monkeypatch, method):
+    sent = []
+    add = Zero12Bucket.add
+    monkeypatch.setattr(Zero12Bucket, "add", lambda bucket, tensor, born: (sent.append(tensor), add(bucket, tensor, born)))
+    whole = catalog.architecture("llama-3.2-1b")
+    rank = {} if method == "ia3" else {"rank": 8}
+    tuned = job("zero2", architecture=replace(whole, num_hidden_layers=2), finetuning=Finetuning(method=method, **rank))
+    ledger(tuned)
+    trained = [tensor for tensor in stored_parameters(tuned) if tensor.trains]
+    assert {tensor.name for tensor in sent} == {tensor.name for tensor in trained}
+    assert len(sent) == len(trained)
+
+
 def test_zero3_frees_experts_that_run_one_after_the_other_and_keeps_stacked_ones_until_backward():
     # without reuse, a release frees what DeepSpeed's Linear reads; torch's grouped product has saved a view of all experts
     def gathered(transformers):

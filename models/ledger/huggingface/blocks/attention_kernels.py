@@ -63,38 +63,14 @@ def attention_kernel(context: HFContext) -> str:
 
 def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Flash attention, sdpa's or the package's."""
-    context, mla = build.context, build.context.architecture.mla
-    variables = q, k, v = _as_passed_to_sdpa(build, q, k, v)
-    implementation, repeated = context.attention.implementation, context.attention.copies_key_value
-    q, k, v = to_compute_dtype(build, q, k, v, repeated=repeated)
-    whole, narrow, taken, unpadded = q.num_bytes, 0, context.rows, False
-    indices, widened = list[Tensor](), list[Tensor]()
+    context, variables = build.context, _as_passed_to_sdpa(build, q, k, v)
+    q, k, v = to_compute_dtype(build, *variables, repeated=context.attention.copies_key_value)
+    mla, narrow, widened = context.architecture.mla, 0, list[Tensor]()
     if mla is not None and mla.v_head_dim < mla.qk_nope_head_dim + mla.qk_rope_head_dim:
         narrow = v.num_bytes // context.keys * context.sequence
         v = build.tape.operation("self_attn.widen_v", [v], k.num_bytes)  # transformers 5.17 integrations/flash_attention.py
         widened = [v]
-    if context.packing.valid_rows and implementation == "flash_attention_2":
-        taken, unpadded = context.packing.valid_rows, True
-        q, k, v = (_without_padding(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-    elif context.cache.length > context.keys and implementation == "flash_attention_2":
-        unpadded = True
-        q, k, v, *indices = _filled(build, q, k, v)
-    elif context.packing.num_sequences:
-        q, k, v = (_contiguous(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-    log_sum_exp = FP32 * taken * context.architecture.num_attention_heads
-    output = build.tape.operation(
-        "self_attn.flash_attention",
-        [q, k, v],
-        # the package's is on no list of what checkpointing keeps
-        Output(q.num_bytes, kind="" if implementation == "flash_attention_2" else "attention"),
-        # softmax statistics, random seed and offset
-        saves=Saved([q, k, v], output=True, extra_bytes=[log_sum_exp, INT64, INT64]),
-        backward_temporary_bytes=flash_backward_bytes(context) if context.gpu else 0,
-    )
-    if unpadded:
-        output = build.tape.operation("self_attn.pad", [output], whole)
-        for variable in (q, k, v, *indices):  # variables of `_flash_attention_forward` refer to them
-            build.tape.hold(variable)
+    output = _flash_kernel(build, q, k, v)
     for variable in widened:
         build.tape.hold(variable)
     output = build.tape.operation("self_attn.crop", [output], narrow) if narrow else output
@@ -106,6 +82,36 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if family_of(context.architecture).attention.returns_weights:  # the layer returns the output in their place
         build.variables.append(output)
         build.attention_weights = output
+    return output
+
+
+def _flash_kernel(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The kernel's output with as many rows as `q`, though the kernel may get fewer: the package leaves padding out."""
+    context, whole = build.context, q.num_bytes
+    packing, of_package = context.packing, context.attention.implementation == "flash_attention_2"
+    rows, indices = context.rows, list[Tensor]()
+    has_padding, has_free_places = packing.valid_rows > 0, context.cache.length > context.keys
+    if of_package and has_padding:
+        rows = packing.valid_rows
+        q, k, v = (_without_padding(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    elif of_package and has_free_places:
+        q, k, v, *indices = _filled(build, q, k, v)
+    elif packing.num_sequences:
+        q, k, v = (_contiguous(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    log_sum_exp = FP32 * rows * context.architecture.num_attention_heads
+    output = build.tape.operation(
+        "self_attn.flash_attention",
+        [q, k, v],
+        # the package's is on no list of what checkpointing keeps
+        Output(q.num_bytes, kind="" if of_package else "attention"),
+        # softmax statistics, random seed and offset
+        saves=Saved([q, k, v], output=True, extra_bytes=[log_sum_exp, INT64, INT64]),
+        backward_temporary_bytes=flash_backward_bytes(context) if context.gpu else 0,
+    )
+    if of_package and (has_padding or has_free_places):
+        output = build.tape.operation("self_attn.pad", [output], whole)
+        for variable in (q, k, v, *indices):  # variables of `_flash_attention_forward` refer to them
+            build.tape.hold(variable)
     return output
 
 

@@ -26,7 +26,7 @@ from peakcast.models.ledger.huggingface.blocks.traits import multiplies_itself
 from peakcast.models.ledger.parameters.adapter_methods import METHODS, ON_NETWORK, matrix_of
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.primitives import LinearLayer
+from peakcast.models.ledger.tape.primitives import LinearKind, LinearLayer, LowRankMatrices
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.networks.adapter_targets import default_adapter_targets
 from peakcast.networks.families import family_of
@@ -35,8 +35,6 @@ NOT_ADAPTED = ("lm_head", "mlp.gate")
 """What "all-linear" leaves out: the head, and a router, which is not an nn.Linear in transformers 5."""
 LORA_CHAIN = ("lora", "qlora", "lora_fa")
 """Methods whose forward is written out operation by operation."""
-ADAPTERS = (".lora_A", ".lora_B")
-"""Suffixes of the names of an adapter's matrices, which are nn.Linear whatever module they adapt."""
 
 
 @dataclass(slots=True)
@@ -145,10 +143,8 @@ class BlockBuilder:
             variables.append(x)
             x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
         outer, inner = split if split == "rows" else "", split if split == "columns" else ""
-        below, trains = f"{name}.lora_A", tuning.method != "lora_fa"
-        down = LinearLayer(name=below, in_features=in_features, out_features=rank, element_bytes=wide, trains=trains)
-        up = LinearLayer(name=f"{name}.lora_B", in_features=rank, out_features=out_features, element_bytes=wide)
-        y = self._split_linear(x, down, outer)
+        down, up = LowRankMatrices.of(name, in_features, out_features, rank, wide)
+        y = self._split_linear(x, replace(down, trains=tuning.method != "lora_fa"), outer)
         summed = self.for_rows(context.stream_rows, self.num_matrices) if outer else self
         y = summed._split_linear(y, up, inner)
         y = ops.scale(tape, y, f"{name}.lora.scaling")
@@ -169,9 +165,8 @@ class BlockBuilder:
         rank, wide, argument = self.context.finetuning.rank or 0, self.context.adapters.weight_bytes, x
         if x.num_bytes != self.rows * in_features * wide:
             x = ops.cast(self.tape, x, self.rows * in_features * wide, f"{name}.lora.to_adapter_dtype")
-        down = LinearLayer(name=f"{name}.lora_A", in_features=in_features, out_features=rank, element_bytes=wide)
-        up = LinearLayer(name=f"{name}.lora_B", in_features=rank, out_features=out_features, element_bytes=wide)
-        result = add_dora(self, x, result, down, up, bias=bias)
+        matrices = LowRankMatrices.of(name, in_features, out_features, rank, wide)
+        result = add_dora(self, x, result, name, matrices, bias=bias)
         for variable in (argument, x):
             self.tape.hold(variable)
         return result
@@ -207,7 +202,7 @@ class BlockBuilder:
     def linear(self, x: Tensor, layer: LinearLayer) -> Tensor:
         """A Linear over `rows`, in the dtype that autocast or the weight decides."""
         context = self.context
-        plain = layer.name == "lm_head" or layer.name.endswith(ADAPTERS)
+        plain = layer.kind is not LinearKind.PROJECTION
         calls_linear = plain or not multiplies_itself(context.architecture)
         if self._computes_in_float8(layer) and layer.trains:
             return float8_linear(self.tape, x, self.rows, layer)
@@ -230,7 +225,7 @@ class BlockBuilder:
         graph saves it. Arguments are cast from right to left, so in backward the input's gradient is widened first."""
         tape, name, rows = self.tape, layer.name, self.rows
         numel = layer.in_features * layer.out_features * self.num_matrices
-        gradients = [WeightGradient(f"{name}.weight.grad", numel * layer.element_bytes)] if layer.trains else []
+        gradients = [layer.weight_gradient(numel * layer.element_bytes)] if layer.trains else []
         with tape.marked(Mark.CACHED_CAST) if cached else nullcontext():
             copied = f"{name}.{'weight_cast' if cached else 'weight_copy'}"
             weight = tape.operation(copied, [], numel * compute, weight_gradients=gradients)

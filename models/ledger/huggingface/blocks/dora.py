@@ -9,7 +9,7 @@ from typing import Protocol
 
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.primitives import LinearLayer
+from peakcast.models.ledger.tape.primitives import LinearLayer, LowRankMatrices
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 
 
@@ -25,11 +25,13 @@ class AdaptsLinears(Protocol):
         ...
 
 
-def add_dora(build: AdaptsLinears, x: Tensor, result: Tensor, down: LinearLayer, up: LinearLayer, *, bias: bool) -> Tensor:
-    """`result`, the projection's output of its input, plus DoRA's change of it, in the dtype of the result. `x`: the input
-    as the adapter's matrices `down` and `up` read it. `bias`: whether the projection has one, which DoRA leaves out."""
-    tape, name = build.tape, down.name.removesuffix(".lora_A")
-    narrow, (graph, variables) = result.num_bytes, _norms_of_changed_weight(build, down, up, name)
+def add_dora(
+    build: AdaptsLinears, x: Tensor, result: Tensor, name: str, matrices: LowRankMatrices, *, bias: bool
+) -> Tensor:
+    """`result`, the output of the projection `name`, plus DoRA's change of it, in the dtype of the result. `x`: the
+    projection's input as the adapter's `matrices` read it. `bias`: whether the projection has one, which DoRA omits."""
+    tape, (down, up) = build.tape, matrices
+    narrow, (graph, variables) = result.num_bytes, _norms_of_changed_weight(build, matrices, name)
     product = build.linear(build.linear(x, down), up)
     vector = up.out_features * up.element_bytes
     magnitude = tape.operation(
@@ -60,11 +62,11 @@ def add_dora(build: AdaptsLinears, x: Tensor, result: Tensor, down: LinearLayer,
 
 
 def _norms_of_changed_weight(
-    build: AdaptsLinears, down: LinearLayer, up: LinearLayer, name: str
+    build: AdaptsLinears, matrices: LowRankMatrices, name: str
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The norm of each row of the weight with the adapter's change, which is made by running the adapter on the identity.
     Returns what that run's graph keeps, through which no gradient goes, and the forward's variables."""
-    tape, context = build.tape, build.context
+    tape, context, (down, up) = build.tape, build.context, matrices
     columns, wide = down.in_features, down.element_bytes
     product = min(wide, context.precision.compute_bytes) if context.precision.autocast else wide
     changed = columns * up.out_features

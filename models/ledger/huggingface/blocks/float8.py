@@ -36,7 +36,7 @@ def float8_linear(tape: Tape, x: Tensor, rows: int, layer: LinearLayer) -> Tenso
         [x],
         Output(outputs * element_bytes, kind="matmul"),
         saves=Saved([x], by_function=True),
-        weight_gradients=[WeightGradient(f"{name}.weight.grad", weight * element_bytes)],
+        weight_gradients=[layer.weight_gradient(weight * element_bytes)],
         forward_temporary_bytes=max(forward, inputs + weight),
         backward_temporary_bytes=max(backward - made, 0),
     )

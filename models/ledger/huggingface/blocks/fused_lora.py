@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder, is_adapter_target
+from peakcast.models.ledger.tape.primitives import LowRankMatrices
 from peakcast.models.ledger.tape.tape import Saved, Tensor, WeightGradient
 
 
@@ -117,7 +118,5 @@ def _masked_bytes(build: BlockBuilder, input_bytes: int, in_features: int) -> in
 def _adapter_gradients(build: BlockBuilder, in_features: int, out_features: int, name: str) -> list[WeightGradient]:
     """The gradients of an adapter's two matrices."""
     rank, size = build.context.finetuning.rank or 0, build.context.adapters.weight_bytes
-    return [
-        WeightGradient(f"{name}.lora_A.weight.grad", rank * in_features * size),
-        WeightGradient(f"{name}.lora_B.weight.grad", out_features * rank * size),
-    ]
+    matrices = LowRankMatrices.of(name, in_features, out_features, rank, size)
+    return [matrix.weight_gradient(matrix.weight_bytes) for matrix in matrices]

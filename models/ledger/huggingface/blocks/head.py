@@ -23,7 +23,7 @@ from peakcast.models.ledger.huggingface.blocks.token_table import tied_in_graph
 from peakcast.models.ledger.huggingface.blocks.whole_logits import compiled_loss, logits_op, loss_of_whole_logits
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.primitives import LinearLayer
+from peakcast.models.ledger.tape.primitives import LinearKind, LinearLayer
 from peakcast.models.ledger.tape.tape import Output, Tape, Tensor
 from peakcast.models.ledger.tape.template import Template
 from peakcast.networks.families import family_of
@@ -160,13 +160,13 @@ def _final_states(build: BlockBuilder) -> tuple[Tensor, Tensor]:
 def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
     """The lm_head's product, whole or this rank's part of the vocabulary, scaled as the network does."""
     context, tape, group = build.context, build.tape, build.context.group
-    architecture, rows, width = context.architecture, context.rows, context.architecture.hidden_size
+    architecture, rows = context.architecture, context.rows
     trains = context.head_trains and not tied_in_graph(context)
-    apart, bias = loss_of(context) == "chunked_logits" and context.loss.logits_chunks_apart, architecture.lm_head_bias
+    apart = loss_of(context) == "chunked_logits" and context.loss.logits_chunks_apart
     part, size = group.part(architecture.vocab_size), context.precision.end_weight_bytes
     with tape.marked(Mark.LM_HEAD):
         inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
-        layer = LinearLayer(name="lm_head", in_features=width, out_features=part, element_bytes=size, bias=bias)
+        layer = _lm_head_layer(context, part, size)
         logits = _lm_head(build, inputs, replace(layer, trains=trains, sums_weight_gradients=apart))
         logits.storage.category = Category.LOGITS
         if group.ranks > 1 and not group.loss:
@@ -180,6 +180,18 @@ def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
         logits = ops.scale(tape, logits, "softcap.divide")
         logits = ops.scale(tape, ops.unary_of_result(tape, logits, "softcap.tanh"), "softcap.multiply")
     return logits
+
+
+def _lm_head_layer(context: HFContext, out_features: int, element_bytes: int) -> LinearLayer:
+    """The lm_head's matrix, or this rank's part of it."""
+    return LinearLayer(
+        name="lm_head",
+        in_features=context.architecture.hidden_size,
+        out_features=out_features,
+        element_bytes=element_bytes,
+        kind=LinearKind.LM_HEAD,
+        bias=context.architecture.lm_head_bias,
+    )
 
 
 def _lm_head(build: BlockBuilder, x: Tensor, layer: LinearLayer) -> Tensor:
@@ -214,8 +226,7 @@ def next_token_head(context: HFContext, kept: str) -> Template:
     with tape.marked(Mark.LAST_POSITION):
         last = tape.operation("last_position", [final], Output(0, view_of=final))
     last.num_bytes = build.rows * width * context.stream_bytes
-    bias, size = architecture.lm_head_bias, context.precision.weight_bytes
-    layer = LinearLayer(name="lm_head", in_features=width, out_features=vocabulary, element_bytes=size, bias=bias)
+    layer = _lm_head_layer(context, vocabulary, context.precision.weight_bytes)
     logits = _lm_head(build, last, replace(layer, trains=False))
     logits.storage.category = Category.LOGITS
     if architecture.final_logit_softcapping is not None:

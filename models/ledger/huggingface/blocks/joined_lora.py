@@ -6,9 +6,11 @@ Source: lit-gpt of October 2023 and litgpt 0.4.0-0.5.13 lora.py `LoRAQKVLinear`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder, is_adapter_target
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.primitives import LinearLayer
+from peakcast.models.ledger.tape.primitives import LowRankMatrices
 from peakcast.models.ledger.tape.tape import Tensor
 from peakcast.networks.families import family_of
 
@@ -27,9 +29,8 @@ def joined_projection(build: BlockBuilder, x: Tensor, bias: bool) -> Tensor:
         return result
     part, rank = sum(adapted), len(adapted) * (tuning.rank or 0)
     y = ops.dropout(tape, x, tuning.dropout, build.rows * width, f"{NAME}.lora.dropout")
-    y = build.linear(y, LinearLayer(name=f"{NAME}.lora_A", in_features=width, out_features=rank, element_bytes=wide))
-    up = LinearLayer(name=f"{NAME}.lora_B", in_features=tuning.rank or 0, out_features=part, element_bytes=wide)
-    y = build.linear(y, up)  # a grouped convolution
+    down, up = LowRankMatrices.of(NAME, width, part, rank, wide)
+    y = build.linear(build.linear(y, down), replace(up, in_features=tuning.rank or 0))  # a grouped convolution
     if part < whole:  # zeros, into which index_copy_ writes; its backward reads the shape of what it has written
         size = y.num_bytes // part * whole
         y = tape.operation(f"{NAME}.lora.zero_pad", [y], size, saves=[y], gradients=[(y, y.num_bytes)])

@@ -22,6 +22,7 @@ from peakcast.models.ledger.huggingface.blocks.routed_torchtitan import torchtit
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_sequence
 from peakcast.models.ledger.huggingface.blocks.traits import drops_sum
 from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 from peakcast.models.ledger.tape.template import Template
 from peakcast.networks.families import family_of
@@ -43,8 +44,7 @@ def decoder_layer(context: HFContext) -> Template:
     if architecture.parallel_block:
         output = _parallel_block(build, hidden)
     else:
-        attention = self_attention if architecture.mla is None else latent_attention
-        output = _sublayer(build, hidden, attention, "input_layernorm", "post_attention_layernorm")
+        output = _sublayer(build, hidden, _attention, "input_layernorm", "post_attention_layernorm")
         output = _sublayer(build, output, feed_forward, "pre_feedforward_layernorm", "post_feedforward_layernorm")
     for variable in (hidden, *build.variables):  # the model's loop variable refers to the layer's input until it returns
         tape.hold(variable)
@@ -53,6 +53,13 @@ def decoder_layer(context: HFContext) -> Template:
     return tape.finish(
         output, cached_matmuls=backward.cached_matmuls, cached_kinds=backward.cached_kinds, second_output=second_output
     )
+
+
+def _attention(build: BlockBuilder, x: Tensor) -> Tensor:
+    """Attention of the layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
+    latent = build.context.architecture.mla is not None
+    with build.tape.marked(Mark.ATTENTION):
+        return (latent_attention if latent else self_attention)(build, x)
 
 
 def called(architecture: Architecture) -> dict[str, str]:
@@ -98,7 +105,7 @@ def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
     two, together = architecture.norms_per_parallel_block == 2, family_of(architecture).layer.norms_together
     first = build.norm(x, width, "input_layernorm")
     second = build.norm(x, width, "post_attention_layernorm") if two and together else first
-    attention = self_attention(build, first)
+    attention = _attention(build, first)
     if two and not together:
         second = build.norm(x, width, "post_attention_layernorm")
     fed = feed_forward(build, second)

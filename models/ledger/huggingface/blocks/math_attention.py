@@ -25,10 +25,7 @@ def step_by_step(
     q, k, v = to_compute_dtype(build, q, k, v)
     local = [q32, k32, v32] = [to_float32(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
     query = ops.scale(tape, q32, "self_attn.math.scale_q")
-    local.append(query)
-    if bias is None and (context.layer.masked or context.sequence > 1):  # a single token needs no mask
-        size = context.layer_mask_bytes if context.layer.masked else FP32 * context.sequence * context.keys
-        local.append(tape.operation("self_attn.math.mask", [], size, gradients=[]))
+    local += [query, *(_masks(build) if bias is None else [])]
     grouped = attention_key_heads(architecture) != heads
     if grouped and family_of(architecture).attention.shares_key_heads:
         k32, v32 = repeat_key_value(build, q32, k32, v32, interleaved=True)
@@ -45,15 +42,8 @@ def step_by_step(
     scores = ops.matmul(tape, query, key, elements * FP32, "self_attn.math.scores")
     tape.hold(scaled)  # the product's argument
     scores = ops.in_place(tape, scores, "self_attn.math.add_mask") if bias is None else _add_bias(build, scores, bias)
-    # inside one operator, _safe_softmax also makes a bool for every score and selects into a new tensor
-    hidden = 5 * elements if context.gpu else 0
-    weights = tape.operation(
-        "self_attn.math.softmax", [scores], scores.num_bytes, saves=Saved(output=True), forward_temporary_bytes=hidden
-    )
-    weights = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.math.dropout")
-    if context.precision.compute_bytes != FP32:  # the second output, which nothing uses
-        size = elements * context.precision.compute_bytes
-        local.append(tape.operation("self_attn.math.weights", [weights], size, gradients=[]))
+    weights, narrow_copies = _weights(build, scores, elements)
+    local += narrow_copies
     value = _broadcast_heads(build, q32, v32)
     value = ops.copy(tape, value, "self_attn.math.contiguous_v") if copied else value
     output = ops.matmul(tape, weights, value, q32.num_bytes, "self_attn.math.output")
@@ -64,6 +54,30 @@ def step_by_step(
         tape.hold(tensor)
     # the output is laid out head by head; the output projection needs it token by token
     return ops.copy(tape, output, "self_attn.contiguous") if context.sequence > 1 else output
+
+
+def _masks(build: BlockBuilder) -> list[Tensor]:
+    """The mask as it is added to the scores: one tensor, or none for a single token."""
+    context = build.context
+    if not (context.layer.masked or context.sequence > 1):
+        return []
+    size = context.layer_mask_bytes if context.layer.masked else FP32 * context.sequence * context.keys
+    return [build.tape.operation("self_attn.math.mask", [], size, gradients=[])]
+
+
+def _weights(build: BlockBuilder, scores: Tensor, elements: int) -> tuple[Tensor, list[Tensor]]:
+    """The attention weights of `elements` scores, and their copy in the compute dtype, if that is narrower."""
+    context, tape = build.context, build.tape
+    # inside one operator, _safe_softmax also makes a bool for every score and selects into a new tensor
+    hidden = 5 * elements if context.gpu else 0
+    weights = tape.operation(
+        "self_attn.math.softmax", [scores], scores.num_bytes, saves=Saved(output=True), forward_temporary_bytes=hidden
+    )
+    weights = build.dropout(weights, context.architecture.attention_dropout, elements, "self_attn.math.dropout")
+    if context.precision.compute_bytes == FP32:
+        return weights, []
+    size = elements * context.precision.compute_bytes
+    return weights, [tape.operation("self_attn.math.weights", [weights], size, gradients=[])]  # an output that nothing uses
 
 
 def _add_bias(build: BlockBuilder, scores: Tensor, bias: Tensor) -> Tensor:

@@ -291,10 +291,9 @@ def _feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
         recomputed = context.backward.frees_recomputed
         y = ops.multiply(tape, variables[1], variables[2], f"{FEED_FORWARD}.product", recomputed=recomputed)
     y = build.dropout(y, architecture.hidden_dropout, rows * inner, f"{FEED_FORWARD}.inner_dropout")
-    if (
-        context.precision.autocast and y.num_bytes < rows * inner * context.precision.weight_bytes
-    ):  # to `wo.weight.dtype`; autocast takes it back
-        y = ops.cast(tape, y, rows * inner * context.precision.weight_bytes, f"{FEED_FORWARD}.to_weight_dtype")
+    wide = rows * inner * context.precision.weight_bytes
+    if context.precision.autocast and y.num_bytes < wide:  # to `wo.weight.dtype`; autocast narrows it again
+        y = ops.cast(tape, y, wide, f"{FEED_FORWARD}.to_weight_dtype")
     variables.append(y)
     y = build.projection(y, inner, width, f"{FEED_FORWARD}.wo", False)
     for tensor in variables:

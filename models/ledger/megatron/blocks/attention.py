@@ -22,9 +22,11 @@ RNG_STATE_BYTES = 16
 
 
 def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tensor, list[Tensor]]:
-    """From the fused projection [rows, query + 2·key_value] to the context layer [rows, query]; and the tensors to which
-    variables of `attention.py` refer until its output projection has returned: the fused output, and query and key, both
-    rotated and not (megatron-core 0.16.1 `qkv_output`, `query`, `key`)."""
+    """From the output of the fused projection, [rows, query + 2·key_value], to the context layer, [rows, query].
+
+    Also returns the tensors that local variables of `attention.py` reference until its output projection has returned: the
+    fused output, and query and key before and after the rotation (megatron-core 0.16.1 `qkv_output`, `query`, `key`).
+    """
     size = context.rows * context.element_bytes
     # views of one storage until something copies them; split_along_dim's backward makes one gradient for all three
     widths = (context.attention.query, context.attention.key_value, context.attention.key_value)
@@ -37,11 +39,11 @@ def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tens
     if context.attention.qk_norm:
         query, key = _normed(tape, query, key, context)
         views = ("value",)
-    named = [mixed, query, key]
+    referenced = [mixed, query, key]
     if context.attention.rotary_dim:
         query, key = _rotate(tape, query, context, "rotary_q"), _rotate(tape, key, context, "rotary_k")
         views = ("value",)
-    return core_attention(tape, query, key, value, context, views), [*named, query, key]
+    return core_attention(tape, query, key, value, context, views), [*referenced, query, key]
 
 
 def _normed(tape: Tape, query: Tensor, key: Tensor, context: MegatronContext) -> tuple[Tensor, Tensor]:
@@ -73,21 +75,17 @@ def core_attention(
             return core_attention(inner, query, key, value, plain, views)
 
         return checkpointed_together(tape, [query, key, value], "checkpointed_core_attention", again)
-    differ = (
-        "query" not in views or context.groups.context_parallel_size > 1
-    )  # (`FusedAttention.forward` then copies every view)
-    if (
-        context.transformer_engine and context.attention.core != "flash" and differ
-    ):  # `get_qkv_layout`: where strides differ
+    # strides differ (`get_qkv_layout`), or several ranks share a sequence: then `FusedAttention.forward` copies every view
+    copies = "query" not in views or context.groups.context_parallel_size > 1
+    if context.transformer_engine and context.attention.core != "flash" and copies:
         query, key, value = (
             tape.operation(f"{name}_contiguous", [x], x.num_bytes, gradients=[(x, None)]) if name in views else x
             for name, x in (("query", query), ("key", key), ("value", value))
         )
     if context.attention.core == "flash":
         output = _flash(tape, query, key, value, context, views)
-    elif (
-        context.attention.core == "fused"
-    ):  # cuDNN reads the projection's layout; the next projection reads its output as it is
+    elif context.attention.core == "fused":
+        # cuDNN reads the projection's layout, and the output projection reads cuDNN's
         output = _kernel(tape, "fused_attention", query, key, value, context)
     else:
         output = _unfused(tape, query, key, value, context)
@@ -120,9 +118,8 @@ def _flash(
     [sequence, batch, ...] for the projection. With one sample both orders are the same: only parts of the fused
     projection's output (`views`) are copied, and the output is not."""
     alone = context.batch == 1
-    if (
-        context.attention.expands_groups
-    ):  # `repeat_interleave` (megatron/legacy/model/transformer.py, `ParallelAttention.forward`)
+    if context.attention.expands_groups:
+        # `repeat_interleave` (megatron/legacy/model/transformer.py, `ParallelAttention.forward`)
         key = tape.operation("repeat_key", [key], query.num_bytes)
         value = tape.operation("repeat_value", [value], query.num_bytes)
         views = tuple(name for name in views if name == "query")
@@ -222,9 +219,10 @@ def _full_mask(tape: Tape, context: MegatronContext) -> Tensor:
 
 
 def _softmax(tape: Tape, scores: Tensor, mask: Tensor | None, context: MegatronContext) -> Tensor:
-    """The fused kernel saves its output. Without it, the mask is filled in in place (`forward_torch_softmax`), in fp32 if
-    the softmax is. The place is a view of the scores, as baddbmm shaped them, so backward copies the whole gradient, clones
-    the view's part of it and fills that in (torch csrc/autograd/functions/tensor.cpp `CopySlices`)."""
+    """The softmax of the scores. The fused kernel saves its output. Without it, the mask is written into the scores
+    (`forward_torch_softmax`), in fp32 if the softmax is. What is written into is a view of baddbmm's output, so backward
+    copies the whole gradient, clones the part that belongs to the view, and writes into that (torch
+    csrc/autograd/functions/tensor.cpp `CopySlices`)."""
     narrow, wide = scores.num_bytes, context.score_elements * FP32
     if context.attention.fused_softmax:  # its backward is in place too (Transformer Engine `csrc/extensions/softmax.cpp`)
         return tape.operation("softmax", [scores], narrow, saves=Saved(output=True), gradients=[(scores, None)])
