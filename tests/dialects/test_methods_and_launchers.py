@@ -68,6 +68,30 @@ def test_the_flags_of_accelerate_launch_count(flags, stage, sharding):
     assert (layout.data_parallel_size, layout.zero_stage, layout.sharding) == (4, stage, sharding)
 
 
+CHECKPOINTED_TWICE = (
+    "accelerate launch --use_fsdp --num_processes 4 --fsdp_activation_checkpointing true {} --bf16 "
+    "--per_device_train_batch_size 1 --model_name_or_path Qwen/Qwen2.5-7B"
+)
+
+
+@pytest.mark.parametrize(
+    "command", ["trl/sft.py --gradient_checkpointing", "trl/sft.py", "run_clm.py --gradient_checkpointing"]
+)
+def test_the_trainer_refuses_its_checkpoints_beside_those_of_fsdp(command):
+    """transformers 5.17 trainer.py raises a ValueError; TRL's default is True."""
+    with pytest.raises(SpecError, match="cannot be given with gradient_checkpointing, transformers' Trainer refuses both"):
+        translation_of(CHECKPOINTED_TWICE.format(command))
+
+
+@pytest.mark.parametrize(
+    "command", ["trl/sft.py --gradient_checkpointing false", "run_clm.py", "llamafactory/train.py --stage sft"]
+)
+def test_checkpoints_of_fsdp_alone_are_not_reentrant(command):
+    """LLaMA-Factory checkpoints the layers itself, inside those of FSDP, and its Trainer does not know of it."""
+    found = translation_of(CHECKPOINTED_TWICE.format(command)).job.activation_checkpointing
+    assert (found.mode, found.use_reentrant) == ("full", False)
+
+
 def test_an_unknown_flag_of_accelerate_launch_is_listed():
     text = "accelerate launch --num_processes 4 --what_is_this 3 sft.py --model_name_or_path gpt2 --max_length 64\n"
     assert translation_of(text).unknown == ("what_is_this",)

@@ -38,6 +38,7 @@ from peakcast.dialects.huggingface.evaluation import note_evaluation
 from peakcast.dialects.huggingface.parallelism import (
     fsdp_settings,
     fsdp_version,
+    has_checkpoints,
     layout_and_offload,
     started_with,
 )
@@ -310,15 +311,16 @@ def _attention(
 
 
 def _checkpointing(training: Settings, shards: Settings | None, modern: bool) -> ActivationCheckpointing:
-    names = ("fsdp_activation_checkpointing", "activation_checkpointing")
-    inside = shards is not None and any(list(map(shards.switch, names)))
+    inside = has_checkpoints(shards, training)
     given = training.raw("gradient_checkpointing_kwargs") or {}
     if not isinstance(given, Mapping):
         raise training.refuse("gradient_checkpointing_kwargs", "must be a mapping, such as {use_reentrant: false}")
     settings = Settings(given, training.notes, "transformers", lambda key: f"gradient_checkpointing_kwargs.{key}")
-    if not training.switch("gradient_checkpointing") and not inside:
+    if inside:  # accelerate 1.15 utils/fsdp_utils.py and accelerator.py: CheckpointImpl.NO_REENTRANT
+        return ActivationCheckpointing(mode="full", use_reentrant=False)
+    if not training.switch("gradient_checkpointing"):
         return ActivationCheckpointing()
-    reentrant = settings.switch("use_reentrant", not modern and not inside)
+    reentrant = settings.switch("use_reentrant", not modern)
     if not settings.given("use_reentrant"):
         training.notes.assumptions.append(
             f"use_reentrant is not given; {'transformers 5' if modern else 'transformers 4'} takes {reentrant}."
