@@ -43,7 +43,7 @@ from peakcast.dialects.huggingface.parallelism import (
     started_with,
 )
 from peakcast.dialects.huggingface.post_training import with_head
-from peakcast.dialects.huggingface.quantization import quantization_of
+from peakcast.dialects.huggingface.quantization import quantization_of, storage_under_fsdp
 from peakcast.dialects.huggingface.unsloth import ALLOCATOR, NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import check_framework_options, conventions
@@ -205,6 +205,8 @@ def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Preci
     finetuning = widened_adapters(finetuning, half, widening, notes)
     if finetuning.quantization == "nf4" and quantized_compute(quantization, training) not in (None, half or weights):
         options["quantized_compute_dtype"] = quantized_compute(quantization, training)
+    if finetuning.quantization == "nf4" and shards is not None:
+        options |= storage_under_fsdp(quantization, fsdp_version(shards), notes)
     return precision_of(weights, half, engine, widening, finetuning, notes, options), finetuning
 
 

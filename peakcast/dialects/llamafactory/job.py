@@ -274,7 +274,8 @@ def _adapter(settings: Settings, training: dict[str, Any], own: dict[str, Any]) 
             f"quantization_method={method} is not modelled; bitsandbytes is assumed.", "quantization_method"
         )
     if bits == 4:
-        training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
+        four = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double, "bnb_4bit_quant_storage": "bfloat16"}
+        training["quantization_config"] = four  # stored in the dtype in which it computes
         if not settings.given("double_quantization"):
             settings.notes.assumptions.append("double_quantization is not given; the default of LLaMA-Factory is true.")
     elif bits == 8:
