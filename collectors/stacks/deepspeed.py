@@ -148,7 +148,7 @@ def _start_group() -> None:
 def check(job: TrainingJob) -> None:
     """Refuse settings that DeepSpeed would not run as the job says. Raises: CollectorError naming the parameter."""
     layout, precision = job.parallelism, job.precision
-    half = precision.parameters != "float32"
+    half, loop = precision.parameters != "float32", conventions(job).get("loop", "calls")
     done: tuple[tuple[str, object, bool, str], ...] = (
         ("parallelism.zero_stage", layout.zero_stage, layout.zero_stage > 0, "1, 2 or 3 (stage 0 is DDP: huggingface)"),
         ("parallelism.sharding", layout.sharding, layout.sharding == "none", "none: the stage shards"),
@@ -163,6 +163,7 @@ def check(job: TrainingJob) -> None:
             "float32, which DeepSpeed always keeps",
         ),
         ("compile", True, not job.compile, "without it"),
+        ("framework_options.loop", loop, loop == "calls", "calls: the engine is given the Trainer's calls, not its loop"),
         (
             "optimizer.name",
             job.optimizer.name,

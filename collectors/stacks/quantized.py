@@ -32,7 +32,7 @@ def quantize(model: Any, job: TrainingJob, device: str) -> Any:
     compute = getattr(torch, str(conventions(job).get("quantized_compute_dtype") or job.precision.compute))
     for name, layer in list(model.named_modules()):
         if isinstance(layer, (torch.nn.Linear, Conv1D)) and name not in kept:
-            model.set_submodule(name, _quantized(layer, layers, job.finetuning, compute, device))
+            model.set_submodule(name, _quantized(layer, layers, job.finetuning, compute, device, storage_of(job)))
     model.is_loaded_in_4bit = job.finetuning.quantization == "nf4"
     model.is_loaded_in_8bit = job.finetuning.quantization == "int8"
     model.requires_grad_(False)
@@ -41,7 +41,18 @@ def quantize(model: Any, job: TrainingJob, device: str) -> Any:
     return model
 
 
-def _quantized(layer: Any, layers: Any, tuning: Finetuning, compute: torch.dtype, device: str) -> Any:
+def storage_of(job: TrainingJob) -> torch.dtype:
+    """The dtype as which packed weights are stored (`bnb_4bit_quant_storage`). FSDP shards floating numbers of one dtype,
+    and its mixed precision would cast those of another."""
+    shards = job.parallelism.sharding != "none" and job.parallelism.num_replicas > 1
+    asked = conventions(job).get("quantized_storage")
+    found: torch.dtype = getattr(torch, job.precision.wide_compute) if shards and asked != "uint8" else torch.uint8
+    return found
+
+
+def _quantized(
+    layer: Any, layers: Any, tuning: Finetuning, compute: torch.dtype, device: str, storage: torch.dtype
+) -> Any:
     weight = layer.weight.data.T.contiguous() if isinstance(layer, Conv1D) else layer.weight.data
     out_features, in_features = weight.shape
     common = {"bias": layer.bias is not None, "device": "meta"}
@@ -50,8 +61,9 @@ def _quantized(layer: Any, layers: Any, tuning: Finetuning, compute: torch.dtype
         made.weight = layers.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(device)
     else:
         with unset_fake_temporarily():
-            made = layers.Linear4bit(in_features, out_features, compute_dtype=compute, quant_type="nf4", **common)
-        options = {"compress_statistics": tuning.double_quantization, "quant_type": "nf4"}
+            kept = {"compute_dtype": compute, "quant_type": "nf4", "quant_storage": storage}
+            made = layers.Linear4bit(in_features, out_features, **kept, **common)
+        options = {"compress_statistics": tuning.double_quantization, "quant_type": "nf4", "quant_storage": storage}
         if isinstance(weight, FakeTensor):
             made.weight = quantized_fakes.packed(weight, device, made, **options)
         else:

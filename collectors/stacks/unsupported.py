@@ -52,6 +52,13 @@ def _is_split_otherwise(layout: Parallelism) -> bool:
     return split and layout.num_replicas > 1 and layout.sharding not in ("none", "fsdp2", "hsdp")
 
 
+def _divides_packed(job: TrainingJob) -> bool:
+    """Whether quantised weights are divided in another way than FSDP divides the bytes of 4-bit ones, or copied by DDP."""
+    layout = job.parallelism
+    alone = layout.world_size == layout.data_parallel_size and job.finetuning.quantization == "nf4"
+    return layout.world_size > 1 and not alone
+
+
 def _divides_experts(job: TrainingJob) -> bool:
     """Whether experts are divided in another way than torchtitan does under FSDP2 without other parallelism."""
     layout = job.parallelism
@@ -150,9 +157,9 @@ SINGLE_GPU: dict[str, Rule] = {
         "adapters under tensor parallelism alone or with fsdp2: over it DDP makes every frozen weight trainable",
     ),
     "finetuning.quantization": (
-        lambda j: j.finetuning.quantization == "gptq" or (bool(j.finetuning.quantization) and j.parallelism.world_size > 1),
+        lambda j: j.finetuning.quantization == "gptq" or (bool(j.finetuning.quantization) and _divides_packed(j)),
         lambda j: j.finetuning.quantization,
-        "nf4 or int8 (gptq needs a calibrated checkpoint) on one GPU",
+        "nf4 or int8 (gptq needs a calibrated checkpoint) on one GPU, or nf4 with data parallelism alone",
     ),
     "framework_options.smooths_labels": (
         lambda j: bool(j.framework_options.get("smooths_labels")) and j.framework_options.get("loop") != "trainer",

@@ -48,7 +48,7 @@ def combine(
         intervals[quantity] = Interval(
             baseline=start,
             point=round(exact),
-            lower=math.floor(exact * math.exp(-bar.half_width)),
+            lower=math.floor(exact * math.exp(-bar.below)),
             upper=math.ceil(exact * math.exp(bar.half_width)),
             upper_95=math.ceil(exact * math.exp(bar.upper)),
             rests_on=bar.rests_on,

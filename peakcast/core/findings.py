@@ -134,6 +134,13 @@ class Finding:
         """Whether such jobs are out of scope, and nothing says how far off they may be."""
         return self.severity >= OUT_OF_SCOPE and self.share is None
 
+    @property
+    def leaves_out(self) -> Direction | None:
+        """The direction in which something of unknown size moves the peak that the answer leaves out, of a job that is in
+        scope without it; None if there is no such thing, or nobody knows which way it moves the peak."""
+        in_scope = self.uncounted and self.severity < OUT_OF_SCOPE and self.share is None
+        return self.direction if in_scope and self.direction != "either" else None
+
     def to_mapping(self) -> dict[str, str]:
         """The four fields that answers show, by name."""
         return {name: getattr(self, name) for name in ("code", "parameter", "direction", "sentence")}

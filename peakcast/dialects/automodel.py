@@ -18,6 +18,7 @@ from peakcast.dialects.common.mesh import meshed
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, states_direction
 from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.dialects.huggingface.quantization import STORAGES
 from peakcast.jobs.spec import Dtype, TrainingJob
 
 PLACES = ("distributed.", "distributed_config.", "model.", "parallelizer.")
@@ -237,6 +238,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
         double = settings.switch("quantization.bnb_4bit_use_double_quant", True)
         computed = settings.raw("quantization.bnb_4bit_compute_dtype")
         quantised = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double, "bnb_4bit_compute_dtype": computed}
+        quantised["bnb_4bit_quant_storage"] = settings.one_of("quantization.bnb_4bit_quant_storage", "bfloat16", STORAGES)
         training["quantization_config"] = quantised
     elif settings.switch("quantization.load_in_8bit"):
         training["quantization_config"] = {"load_in_8bit": True}

@@ -88,7 +88,8 @@ def _quantization(settings: Settings) -> dict[str, Any]:
     if not settings.words(key):
         return {}
     kind = _first(settings, key, ("nf4", "fp4"))
-    return {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": True}
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": True}
+    return {**four, "bnb_4bit_quant_storage": "bfloat16"}  # the dtype of the network
 
 
 def _first(settings: Settings, key: str, known: tuple[str, ...]) -> str:

@@ -19,6 +19,7 @@ from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, note_widened_ends, words
 from peakcast.dialects.huggingface.accelerate import launcher_beside
 from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.dialects.huggingface.parallelism import without_second_checkpoints
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.jobs.spec import TrainingJob
 
@@ -77,6 +78,7 @@ def from_open_instruct(pasted: Pasted) -> Translation:
     _packing(settings, training, program)
     if program == OLMO_CORE and num_gpus > 1:
         fsdp = {"fsdp_version": 2}
+    without_second_checkpoints(training, fsdp)
     translation = from_huggingface(
         model,
         training,

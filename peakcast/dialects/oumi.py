@@ -27,6 +27,7 @@ from peakcast.dialects.common.translation import (
 )
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.dialects.huggingface.quantization import STORAGES
 from peakcast.dialects.huggingface.trl_adapters import with_casts_of_trl
 from peakcast.dialects.huggingface.trl_loss import take_sft_loss
 from peakcast.dialects.oumi_sharding import (
@@ -322,6 +323,7 @@ def _quantise(settings: Settings, training: dict[str, Any], sharded: Sharded) ->
     kind = settings.one_of("peft.bnb_4bit_quant_type", "fp4", ("fp4", "nf4"))
     nests = settings.switch("peft.use_bnb_nested_quant")
     quantised = {"load_in_4bit": True, "bnb_4bit_use_double_quant": nests, "bnb_4bit_quant_type": kind}
+    quantised["bnb_4bit_quant_storage"] = settings.one_of("peft.bnb_4bit_quant_storage", STORAGES[0], STORAGES)
     training["quantization_config"] = quantised if bits == 4 else {"load_in_8bit": True}
     if bits == 4 and kind == "fp4":
         notes.unsupported.append(

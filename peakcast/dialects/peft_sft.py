@@ -41,6 +41,7 @@ def from_peft_sft(pasted: Pasted) -> Translation:
     training.pop("use_unsloth", None)
     storage = str(training.pop("bnb_4bit_quant_storage_dtype", "uint8"))
     training.setdefault("bnb_4bit_compute_dtype", "float16")
+    training["bnb_4bit_quant_storage"] = storage
     training["torch_dtype"] = storage if read["load_in_4bit"] and "float" in storage else "float32"
     notes.assumptions.append(f"train.py of peft's examples loads weights in {training['torch_dtype']}.")
     training["attn_implementation"] = "flash_attention_2" if settings.switch("use_flash_attn") else "eager"

@@ -269,6 +269,7 @@ def _quantization(parts: Mapping[str, Any], training: dict[str, Any], notes: Not
         training |= {"load_in_4bit": True, "use_bnb_nested_quant": bits.switch("bnb_4bit_use_double_quant")}
         training["bnb_4bit_quant_type"] = bits.text("bnb_4bit_quant_type", "nf4")
         training["bnb_4bit_compute_dtype"] = bits.text("bnb_4bit_compute_dtype", OWN_COMPUTE)
+        training["bnb_4bit_quant_storage"] = bits.text("bnb_4bit_quant_storage", "uint8")
     elif bits.switch("load_in_8bit"):
         training["load_in_8bit"] = True
     known = r"bnb_4bit_(compute_dtype|quant_storage|quant_type|use_double_quant)|load_in_8bit|llm_int8_\w+|_target_"

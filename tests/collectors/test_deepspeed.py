@@ -125,6 +125,7 @@ def test_the_configuration_says_what_the_job_says():
         ("offload.parameters", {"offload": {"parameters": True}}),
         ("optimizer.name", {"optimizer": {"name": "lion"}, "offload": {"optimizer": True}}),
         ("compile", {"compile": True}),
+        ("framework_options.loop", {"framework_options": {"loop": "trainer"}}),
     ],
 )
 def test_what_deepspeed_runs_otherwise_is_refused_by_name(parameter, changes):

@@ -131,3 +131,16 @@ def test_packed_weights_are_traced_as_the_library_multiplies_them(ledger_equals_
     wide = TINY | {"hidden_size": 1024, "intermediate_size": 2048}
     (job,) = expand({"include": [{"architecture": wide, "sequence_length": 256, "finetuning": tuning}]})
     ledger_equals_trace(job, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "storage"), [("fsdp1", "compute"), ("fsdp2", "compute"), ("fsdp2", "uint8"), ("none", "uint8")]
+)
+@pytest.mark.needs("bitsandbytes")
+def test_packed_weights_are_divided_as_they_are_stored(ledger_equals_trace, sharding, storage):
+    tuning = {"method": "qlora", "rank": 4, "targets": ["all-linear"], "quantization": "nf4"}
+    wide = TINY | {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 16000}
+    cell = {"architecture": wide, "sequence_length": 256, "finetuning": tuning}
+    cell["parallelism"] = {"data_parallel_size": 2, "sharding": sharding}
+    (job,) = expand({"include": [cell | {"framework_options.quantized_storage": storage}]})
+    ledger_equals_trace(job, rel=2e-3)

@@ -10,6 +10,7 @@ from peakcast.dialects.recognise import dialect_of
 from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
 from peakcast.jobs.conventions import conventions
+from peakcast.models.ledger.scope.scope import scope_findings
 
 
 def test_dpo_in_full_keeps_a_reference_unless_its_log_probabilities_were_made_before():
@@ -66,6 +67,30 @@ def test_the_flags_of_accelerate_launch_count(flags, stage, sharding):
     job = translation_of(f"accelerate launch {flags} sft.py \\\n {words}\n").job
     layout = job.parallelism
     assert (layout.data_parallel_size, layout.zero_stage, layout.sharding) == (4, stage, sharding)
+
+
+CHECKPOINTED_TWICE = (
+    "accelerate launch --use_fsdp --num_processes 4 --fsdp_activation_checkpointing true {} --bf16 "
+    "--per_device_train_batch_size 1 --model_name_or_path Qwen/Qwen2.5-7B"
+)
+
+
+@pytest.mark.parametrize(
+    "command", ["trl/sft.py --gradient_checkpointing", "trl/sft.py", "run_clm.py --gradient_checkpointing"]
+)
+def test_the_trainer_refuses_its_checkpoints_beside_those_of_fsdp(command):
+    """transformers 5.17 trainer.py raises a ValueError; TRL's default is True."""
+    with pytest.raises(SpecError, match="cannot be given with gradient_checkpointing, transformers' Trainer refuses both"):
+        translation_of(CHECKPOINTED_TWICE.format(command))
+
+
+@pytest.mark.parametrize(
+    "command", ["trl/sft.py --gradient_checkpointing false", "run_clm.py", "llamafactory/train.py --stage sft"]
+)
+def test_checkpoints_of_fsdp_alone_are_not_reentrant(command):
+    """LLaMA-Factory checkpoints the layers itself, inside those of FSDP, and its Trainer does not know of it."""
+    found = translation_of(CHECKPOINTED_TWICE.format(command)).job.activation_checkpointing
+    assert (found.mode, found.use_reentrant) == ("full", False)
 
 
 def test_an_unknown_flag_of_accelerate_launch_is_listed():
@@ -258,3 +283,24 @@ def test_quantised_networks_of_older_trl_are_in_float32_without_autocast(bf16, p
     job = translation_of({**values, "per_device_train_batch_size": 1, "max_length": 64}, versions).job
     assert (job.precision.parameters, job.precision.compute) == (precision, precision)
     assert job.framework_options["quantized_compute_dtype"] == "bfloat16" if not bf16 else job.framework_options["autocast"]
+
+
+PACKED = (
+    "accelerate launch --use_fsdp --fsdp_version {} --num_processes 4 trl/sft.py --use_peft --load_in_4bit --bf16 {} "
+    "--dtype bfloat16 --per_device_train_batch_size 1 --max_length 64 --model_name_or_path Qwen/Qwen2.5-7B"
+)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_how_packed_weights_are_stored_decides_whether_fsdp_divides_them(version):
+    """BitsAndBytesConfig stores them as uint8: FSDP1 refuses that, and accelerate 1.15 leaves them out of FSDP2."""
+    plain = translation_of(PACKED.format(version, ""))
+    assert plain.job.framework_options["quantized_storage"] == "uint8"
+    said = {finding.parameter: finding.code for finding in (*plain.findings, *scope_findings(plain.job))}
+    if version == 1:
+        assert said["framework_options.quantized_storage"] == "run_would_fail"
+    else:
+        assert "bnb_4bit_quant_storage" in said
+    stored = translation_of(PACKED.format(version, "--bnb_4bit_quant_storage bfloat16"))
+    assert "quantized_storage" not in stored.job.framework_options
+    assert not scope_findings(stored.job)

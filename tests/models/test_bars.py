@@ -87,6 +87,21 @@ def test_what_is_not_modelled_is_a_judgement_with_the_widest_bar(ask, learned) -
     assert unmodelled.half_width > 5 * inside.half_width
 
 
+@pytest.mark.parametrize("direction", ["less", "more"])
+def test_what_a_job_cannot_say_widens_the_end_to_which_it_moves_the_peak(ask, learned, direction) -> None:
+    """As much as what the ledger does not count; a setting whose effect nobody knows stays a step outside."""
+    inside, _ = ask(learned)
+    unmodelled, _ = ask(learned, findings=[found("mixtures are not modelled.", "moe", effect=UNKNOWN)])
+    unknown, _ = ask(learned, findings=[Finding("setting_not_modelled", "lisa", "either", "LISA is not modelled.")])
+    lisa, _ = ask(learned, findings=[Finding("setting_not_modelled", "lisa", direction, "LISA is not modelled.")])
+    wide, narrow = (lisa.below, lisa.half_width) if direction == "less" else (lisa.half_width, lisa.below)
+    assert wide > 5 * inside.half_width
+    assert wide == pytest.approx(unmodelled.half_width, rel=0.1)
+    assert unmodelled.half_width == unmodelled.below
+    assert narrow == unknown.half_width == unknown.below < wide / 5
+    assert (lisa.rests_on, unknown.rests_on) == ("judgement", "relatives")
+
+
 def test_a_share_that_a_finding_says_is_added_to_the_bar(ask, learned) -> None:
     """All that the sentence says lies inside, and nothing else is added: 3 % is no reason to call a run unknown."""
     inside, _ = ask(learned)

@@ -50,6 +50,8 @@ def wrap(model: Any, job: TrainingJob) -> FSDP2Model:
         "mp_policy": mixed_precision(job),
         "offload_policy": CPUOffloadPolicy() if job.offload.parameters else OffloadPolicy(),
     }
+    if integers := {weight for weight in model.parameters() if not weight.is_floating_point()}:
+        common["ignored_params"] = integers  # packed weights (accelerate 1.15 `fsdp2_prepare_model`)
     # torchtitan: with pipelining each micro-batch would gather again
     reshards = bool(chosen["fsdp_reshard_after_forward"]) and job.parallelism.pipeline_parallel_size == 1
     keeps: dict[str, Any] = {"reshard_after_forward": reshards}

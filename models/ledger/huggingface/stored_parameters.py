@@ -193,8 +193,9 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
             int(chosen.get("gptq_group_size", 128)),
             gptq_kernel=str(chosen.get("gptq_kernel", "")),
         )
+        divided = PARAMETERS if divides_packed(job) else ()
         return [
-            StoredTensor(f"{tensor.name}.{name}", module, (num_bytes,), 1, 1, trains=False, sharded=name in PARAMETERS)
+            StoredTensor(f"{tensor.name}.{name}", module, (num_bytes,), 1, 1, trains=False, sharded=name in divided)
             for name, num_bytes in parts
         ] * math.prod(stacked)
     ranks = expert_ranks(job) if tensor.role == "expert" else 1
@@ -205,6 +206,13 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
     shape = tensor_parallel(job).shape(tensor)
     name = _original(tensor.name) if _is_copied(tensor.name, job) else tensor.name
     return [StoredTensor(name, module, shape, size, used, trains=False, expert_ranks=ranks)]
+
+
+def divides_packed(job: TrainingJob) -> bool:
+    """Whether the ranks divide packed weights, if they divide any. FSDP2 leaves 4-bit ones that are stored as integers on
+    every rank (accelerate 1.15 `fsdp2_prepare_model`: `ignored_params`)."""
+    whole = job.finetuning.quantization == "nf4" and conventions(job).get("quantized_storage") == "uint8"
+    return not (whole and job.parallelism.sharding in ("fsdp2", "hsdp"))
 
 
 def quantised_roles(job: TrainingJob) -> tuple[str, ...]:

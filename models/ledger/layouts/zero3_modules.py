@@ -116,7 +116,7 @@ class Zero3Modules:
         if operations.direction is PassDirection.FORWARD and block is BlockKind.EMBEDDING:
             turns[0] = turns[0]._replace(starts=stack is not TransformerStack.DECODER)
             if counted_as(self._family).modules.rotary:
-                turns.append(ModuleTurn(Module("rotary_emb"), operations.ends - 1, operations.ends))
+                turns.append(ModuleTurn(Module("rotary_emb"), operations.ends, operations.ends + 1))
         return turns
 
     def _tensors_of(self, block: str, stack: TransformerStack | None) -> list[StoredTensor]:

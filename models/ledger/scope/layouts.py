@@ -16,6 +16,9 @@ _DDP = Section("DDP", when=job.asks_ddp, rows=(
 ))
 
 _FSDP2 = Section("FSDP2", when=job.asks_fsdp2, rows=(
+    fails("finetuning.quantization", setting("finetuning.quantization", "int8"),
+          "8-bit weights of bitsandbytes fail under FSDP2: what it divides is no Int8Params any more and has lost its "
+          "scales (bitsandbytes 0.50); use quantization=nf4, or ddp."),
     more("versions.torch", job.early_fsdp2,
          "torchtitan's runs of mid-2024 (nightly torch 2.4 and 2.5, FSDP2 over 8 GPUs, no expandable segments) reserved 8 "
          "to 10 GiB more than the simulated allocator, for a reason that was not found; those of 2025 did not."),
@@ -28,6 +31,16 @@ _FSDP2 = Section("FSDP2", when=job.asks_fsdp2, rows=(
 ))
 
 _FSDP1 = Section("FSDP1", when=job.asks_fsdp1, rows=(
+    fails("finetuning.quantization", setting("finetuning.quantization", "int8"),
+          "8-bit weights of bitsandbytes fail under FSDP1, which flattens no integers (torch 2.13 fsdp/_flat_param.py); "
+          "use quantization=nf4, or ddp."),
+    fails("framework_options.quantized_storage",
+          setting("finetuning.quantization", "nf4") & option("quantized_storage", "uint8"),
+          "4-bit weights stored as uint8 (BitsAndBytesConfig's default) fail under FSDP1, which flattens no integers "
+          "(torch 2.13 fsdp/_flat_param.py); set bnb_4bit_quant_storage to the dtype of the other weights."),
+    fails("precision.parameters", setting("finetuning.quantization", "nf4") & job.changes_dtype,
+          "4-bit weights fail under FSDP1 beside others of {precision.parameters}: all weights of a unit have one dtype, "
+          "and a cast to {precision.compute} would change packed ones; load the network in {precision.compute}."),
     fails("finetuning.adapter_dtype", job.adapts & job.adapters_gathered_otherwise & ~job.autocast,
           "adapters of {adapter_dtype} that FSDP1 gathers in {gathered_dtype} fail without autocast: peft casts "
           "their inputs to the first, and torch cannot multiply two dtypes; set autocast, as accelerate does."),

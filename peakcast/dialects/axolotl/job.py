@@ -264,7 +264,9 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
         settings.size("lora_r")
     if four:
         # loaders/model.py: BitsAndBytesConfig(nf4, double quantization) unless bnb_config_kwargs say otherwise
-        training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+        training["quantization_config"] = {
+            "load_in_4bit": True, "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "bfloat16"
+        }  # fmt: skip
         settings.notes.assumptions.append("4-bit weights are NF4 with double quantization, axolotl's default.")
         if settings.raw("bnb_config_kwargs"):
             settings.notes.unsupported.append(

@@ -38,11 +38,12 @@ from peakcast.dialects.huggingface.evaluation import note_evaluation
 from peakcast.dialects.huggingface.parallelism import (
     fsdp_settings,
     fsdp_version,
+    has_checkpoints,
     layout_and_offload,
     started_with,
 )
 from peakcast.dialects.huggingface.post_training import with_head
-from peakcast.dialects.huggingface.quantization import quantization_of
+from peakcast.dialects.huggingface.quantization import quantization_of, storage_under_fsdp
 from peakcast.dialects.huggingface.unsloth import ALLOCATOR, NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import check_framework_options, conventions
@@ -205,6 +206,8 @@ def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Preci
     finetuning = widened_adapters(finetuning, half, widening, notes)
     if finetuning.quantization == "nf4" and quantized_compute(quantization, training) not in (None, half or weights):
         options["quantized_compute_dtype"] = quantized_compute(quantization, training)
+    if finetuning.quantization == "nf4" and shards is not None:
+        options |= storage_under_fsdp(quantization, fsdp_version(shards), notes)
     return precision_of(weights, half, engine, widening, finetuning, notes, options), finetuning
 
 
@@ -311,15 +314,16 @@ def _attention(
 
 
 def _checkpointing(training: Settings, shards: Settings | None, modern: bool) -> ActivationCheckpointing:
-    names = ("fsdp_activation_checkpointing", "activation_checkpointing")
-    inside = shards is not None and any(list(map(shards.switch, names)))
+    inside = has_checkpoints(shards, training)
     given = training.raw("gradient_checkpointing_kwargs") or {}
     if not isinstance(given, Mapping):
         raise training.refuse("gradient_checkpointing_kwargs", "must be a mapping, such as {use_reentrant: false}")
     settings = Settings(given, training.notes, "transformers", lambda key: f"gradient_checkpointing_kwargs.{key}")
-    if not training.switch("gradient_checkpointing") and not inside:
+    if inside:  # accelerate 1.15 utils/fsdp_utils.py and accelerator.py: CheckpointImpl.NO_REENTRANT
+        return ActivationCheckpointing(mode="full", use_reentrant=False)
+    if not training.switch("gradient_checkpointing"):
         return ActivationCheckpointing()
-    reentrant = settings.switch("use_reentrant", not modern and not inside)
+    reentrant = settings.switch("use_reentrant", not modern)
     if not settings.given("use_reentrant"):
         training.notes.assumptions.append(
             f"use_reentrant is not given; {'transformers 5' if modern else 'transformers 4'} takes {reentrant}."

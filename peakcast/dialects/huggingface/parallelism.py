@@ -15,6 +15,8 @@ from peakcast.jobs.spec import Offload, Parallelism
 OF_LAUNCHER = ("distributed_type", "num_processes", "mixed_precision")
 """Keys that only accelerate's launch configuration has beside FSDP's own."""
 RESHARDS = ("fsdp_reshard_after_forward", "reshard_after_forward")
+CHECKPOINTS = ("fsdp_activation_checkpointing", "activation_checkpointing")
+"""FSDP's keys for checkpoints around its units."""
 ZERO_3_SIZES = {
     "stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000,
     "stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9,
@@ -94,6 +96,26 @@ def started_with(shards: Settings | None, num_gpus: int, notes: Notes) -> Settin
 def fsdp_version(shards: Settings) -> int:
     """The version of FSDP, 1 or 2, by accelerate's rule."""
     return shards.integer("fsdp_version", shards.integer("version", 1)) or 1
+
+
+def has_checkpoints(shards: Settings | None, training: Settings) -> bool:
+    """Whether FSDP checkpoints its units. Raises: SpecError if the Trainer shall checkpoint as well, which it refuses
+    (transformers 5.17 trainer.py, after `create_accelerator_and_postprocess`)."""
+    asked = [key for key in CHECKPOINTS if shards is not None and shards.switch(key)]
+    if shards is not None and asked and training.switch("gradient_checkpointing"):
+        other = training.spell("gradient_checkpointing")
+        rule = f"cannot be given with {other}, transformers' Trainer refuses both; set {other}: false"
+        raise shards.refuse(asked[0], rule)
+    return bool(asked)
+
+
+def without_second_checkpoints(training: dict[str, Any], *sharded: object) -> None:
+    """Take the Trainer's checkpoints out of `training` if FSDP has its own in one of the mappings `sharded`: for programs
+    that checkpoint the layers themselves, so that the Trainer does not know of it. Only the outer of two checkpoints
+    saves inputs of layers."""
+    for fsdp in sharded:
+        if isinstance(fsdp, Mapping) and any(str(fsdp.get(key, "")).lower() == "true" for key in CHECKPOINTS):
+            training["gradient_checkpointing"] = False
 
 
 def layout_and_offload(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from peakcast.dialects.common.translation import Settings
+from peakcast.dialects.common.translation import Notes, Settings
 
 NAMED: dict[str, dict[str, Any]] = {
     r"gptq": {"quant_method": "gptq"},
@@ -24,6 +24,25 @@ def quantization_of(model: Mapping[str, Any], training: Settings, name: object) 
         raise training.refuse("quantization_config", "must be a mapping")
     loose = {key: training.switch(key) for key in ("load_in_4bit", "load_in_8bit") if training.given(key)}
     return {**given, **loose} or quantization_of_name(name)
+
+
+STORAGES = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")
+"""Values of BitsAndBytesConfig's bnb_4bit_quant_storage, its default first."""
+
+
+def storage_under_fsdp(quantization: Mapping[str, Any], version: int, notes: Notes) -> dict[str, Any]:
+    """The options of a run whose packed 4-bit weights are stored as integers, BitsAndBytesConfig's default, which FSDP does
+    not divide: FSDP1 refuses them, and accelerate leaves them out of what FSDP2 shards."""
+    if "float" in str(quantization.get("bnb_4bit_quant_storage")):
+        return {}
+    if version == 2:
+        notes.warnings.append(
+            "4-bit weights are stored as uint8 (bnb_4bit_quant_storage), which accelerate leaves out of what FSDP2 shards: "
+            "every GPU has all of them. Stored as bfloat16 each has its part.",
+            "bnb_4bit_quant_storage",
+            "less",
+        )
+    return {"quantized_storage": "uint8"}
 
 
 def quantization_of_name(name: object) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.likely_runs import TRL, likely_runs
 from peakcast.dialects.huggingface.older_releases import differ, older_releases
 from peakcast.dialects.huggingface.post_training import KEYS_OF_METHODS, method_called, method_of, with_method
+from peakcast.dialects.huggingface.quantization import STORAGES
 from peakcast.dialects.huggingface.trl_adapters import trl_computes_in, with_casts_of_trl
 from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
 from peakcast.dialects.huggingface.trl_loss import take_sft_loss
@@ -306,7 +307,9 @@ def _adapter(
     if settings.switch("load_in_4bit"):
         nested = settings.switch("use_bnb_nested_quant")
         computed = training.get("bnb_4bit_compute_dtype", trl_computes_in(training) if trl else None)
+        stored = settings.one_of("bnb_4bit_quant_storage", STORAGES[0], STORAGES)
         quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": computed}
+        quantization["bnb_4bit_quant_storage"] = stored
         if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
             notes.unsupported.append(
                 "bnb_4bit_quant_type=fp4 is not modelled; nf4 is assumed, of the same size.", "bnb_4bit_quant_type"

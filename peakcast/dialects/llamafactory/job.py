@@ -27,6 +27,7 @@ from peakcast.dialects.common.translation import (
 )
 from peakcast.dialects.huggingface.accelerate import launcher_with_engine
 from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.dialects.huggingface.parallelism import without_second_checkpoints
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.jobs.spec import Optimizer, TrainingJob
 
@@ -130,6 +131,7 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     adapter = _adapter(settings, training, adapters[kind](settings)) if kind in adapters else None
     _precision(settings, training, upcast=adapter is None and deepspeed is None and not sharded)
     _memory(settings, training)
+    without_second_checkpoints(training, launcher.fsdp, training.get("fsdp_config"))
     num_gpus = launcher.gpus(pasted, notes)
     if launcher.mesh:
         training["parallelism_config"] = launcher.mesh
@@ -272,7 +274,8 @@ def _adapter(settings: Settings, training: dict[str, Any], own: dict[str, Any]) 
             f"quantization_method={method} is not modelled; bitsandbytes is assumed.", "quantization_method"
         )
     if bits == 4:
-        training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
+        four = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double, "bnb_4bit_quant_storage": "bfloat16"}
+        training["quantization_config"] = four  # stored in the dtype in which it computes
         if not settings.given("double_quantization"):
             settings.notes.assumptions.append("double_quantization is not given; the default of LLaMA-Factory is true.")
     elif bits == 8:

@@ -27,6 +27,7 @@ from peakcast.dialects.common.translation import (
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_beside
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.dialects.huggingface.quantization import STORAGES
 from peakcast.dialects.swift.sharding import engine_of, put_fsdp
 
 TUNERS = (
@@ -303,6 +304,7 @@ def _quantization(settings: Settings, training: dict[str, Any]) -> None:
         training["quantization_config"] = {"load_in_8bit": True}
         return
     quantised = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double, "bnb_4bit_compute_dtype": computed}
+    quantised["bnb_4bit_quant_storage"] = settings.one_of("bnb_4bit_quant_storage", STORAGES[0], STORAGES)
     training["quantization_config"] = quantised
     if kind != "nf4":
         settings.notes.unsupported.append(

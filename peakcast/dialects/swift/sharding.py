@@ -8,6 +8,7 @@ from typing import Any
 
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Settings, note_two_layers
+from peakcast.dialects.huggingface.parallelism import without_second_checkpoints
 
 
 def engine_of(name: Any, pasted: Pasted) -> Mapping[str, Any]:
@@ -52,5 +53,4 @@ def put_fsdp(settings: Settings, training: dict[str, Any], pasted: Pasted) -> No
         training |= {"fsdp": file.get("fsdp", "full_shard auto_wrap"), "fsdp_config": inside}
     else:
         training["fsdp"] = name
-    if training.get("fsdp_config", {}).get("activation_checkpointing"):
-        training["gradient_checkpointing"] = False
+    without_second_checkpoints(training, training.get("fsdp_config"))
