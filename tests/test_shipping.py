@@ -16,6 +16,7 @@ from peakcast.core.errors import CollectorError, RecordError, SpecError
 from peakcast.doors import shipping
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shipped
+from peakcast.models.recipes.recipe import near
 from tests.models.recipes.test_kinds import CONFIG, Wide
 
 VERSIONS = {"transformers": "5.17.0", "torch": "2.13.0+cpu", "numpy": "2.0"}
@@ -91,9 +92,22 @@ def test_a_regime_that_is_refused_loses_no_other(tmp_path: Path, monkeypatch: py
 
 
 def test_regimes_are_every_mixture_of_what_people_choose() -> None:
-    """Also bf16=True of a Trainer without checkpoints: float32 weights under autocast."""
-    assert len({str(one) for one in shipping.REGIMES}) == len(shipping.REGIMES) == 2**4
+    """Also bf16=True of a Trainer without checkpoints, of float32 weights or of narrow ones under autocast."""
+    assert len({str(one) for one in shipping.REGIMES}) == len(shipping.REGIMES) == 24
     assert shipping.AUTOCAST in shipping.REGIMES
+    assert shipping.AUTOCAST_OF_NARROW in shipping.REGIMES
+
+
+def test_a_window_is_recorded_on_both_sides() -> None:
+    """From a window's length on there is a mask, and the recipe of it begins at that length: 4,096 is a common one."""
+    network = {"model_type": "cwm", "sliding_window": 4096, "max_window_layers": 24, "window": None}
+    assert shipping.windows_of(network) == [4096]
+    jobs = list(shipping._jobs(network | {"num_attention_heads": 4, "num_hidden_layers": 4, "hidden_size": 64}, {}))
+    lengths = [job.sequence_length for job in jobs if job.micro_batch_size == 1]
+    assert lengths[0] == shipping.LENGTH
+    assert near(lengths[1])[0] == 4096
+    assert shipping.windows_of({"sliding_window": 128}) == []  # all lengths that are walked fill it
+    assert shipping.windows_of({"sliding_window": 4096, "max_position_embeddings": 4096}) == []  # no sequence fills it
 
 
 @pytest.mark.parametrize(

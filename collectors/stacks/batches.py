@@ -18,12 +18,16 @@ def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
     if job.batch.form == "masked":
         return {"input_ids": ids, "labels": labels_of(job, ids), "attention_mask": _padding(job, ids)}
     if job.architecture.kind == "encoder_decoder" or job.decoder_sequence_length:
-        return {"input_ids": ids, "labels": random_tokens(job, job.decoder_sequence_length or job.sequence_length)}
-    batch = {"input_ids": ids, "labels": labels_of(job, ids)}
-    if job.architecture.sliding_window and conventions(job).get("trainer"):
-        # collators send it; where no window slides, transformers drops a mask of ones (5.17 masking_utils.py)
-        batch["attention_mask"] = torch.ones_like(ids)
-    return batch
+        batch = {"input_ids": ids, "labels": random_tokens(job, job.decoder_sequence_length or job.sequence_length)}
+    else:
+        batch = {"input_ids": ids, "labels": labels_of(job, ids)}
+    return with_mask(batch, job)
+
+
+def with_mask(batch: dict[str, torch.Tensor], job: TrainingJob) -> dict[str, torch.Tensor]:
+    """`batch` with the mask of ones that collators send along under the Trainer. transformers drops it unless it makes a
+    mask anyway, because a window slides, which then has a part for each sequence (5.17 masking_utils.py `sdpa_mask`)."""
+    return batch | ({"attention_mask": torch.ones_like(batch["input_ids"])} if conventions(job).get("trainer") else {})
 
 
 def labels_of(job: TrainingJob, ids: torch.Tensor) -> torch.Tensor:

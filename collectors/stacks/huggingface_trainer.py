@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from peakcast.collectors.stacks import unsupported
-from peakcast.collectors.stacks.batches import labels_of
+from peakcast.collectors.stacks.batches import labels_of, with_mask
 from peakcast.collectors.stacks.checkpointing import checkpoint_arguments
 from peakcast.collectors.stacks.huggingface_model import model_of, with_adapters
 from peakcast.collectors.stacks.huggingface_training import (
@@ -61,8 +61,7 @@ class Tokens(torch.utils.data.Dataset):  # type: ignore[misc,type-arg]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(self.job.architecture.vocab_size, (self.job.sequence_length,))
-        batch = {"input_ids": ids, "labels": labels_of(self.job, ids)}
-        return batch | ({"attention_mask": torch.ones_like(ids)} if self.job.architecture.sliding_window else {})
+        return with_mask({"input_ids": ids, "labels": labels_of(self.job, ids)}, self.job)
 
 
 class Followed(transformers.Trainer):  # type: ignore[misc]

@@ -36,10 +36,6 @@ class HuggingFaceTraining:
         self.model = layout.model
         self.optimizer = build_optimizer(job, self.model)
         self.batch = batch
-        collated = batch and job.batch.form == "rows" and conventions(job).get("trainer")  # TRL's batches have a mask
-        self._mask = torch.ones_like(batch["input_ids"]) if collated else None
-        """The mask that the Trainer's collators add to a batch. The model treats a mask of ones as none (5.17
-        masking_utils.py)."""
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._unwrapped = model
         self._outputs: Any = None

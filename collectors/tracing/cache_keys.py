@@ -11,10 +11,22 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device))
 """Types of arguments that stand for themselves."""
+
+
+class CheaperKeys(FakeTensorMode):  # type: ignore[misc]
+    """Makes fake tensors, and looks up what an operator returns by cheaper keys."""
+
+    def _prep_args_for_hash(self, result: list[Any], args: Any, *rest: Any) -> None:
+        """Append what `args` say to the key under which an operator's result is kept."""
+        prepare = super()._prep_args_for_hash
+        if type(args) in (list, tuple):
+            add_arguments(self, result, args, lambda *some: prepare(*some, *rest))
+        else:
+            prepare(result, args, *rest)
 
 
 def add_arguments(mode: Any, result: list[Any], args: Iterable[Any], others: Callable[[list[Any], Any], None]) -> None:

@@ -15,12 +15,11 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
-from peakcast.collectors.tracing.cache_keys import add_arguments
+from peakcast.collectors.tracing.cache_keys import CheaperKeys
 
 MOST_ELEMENTS = 2**21
 """Most elements of a tensor whose values are kept; more than the tokens of the largest batch that is recorded."""
@@ -74,7 +73,7 @@ def install() -> None:
     torch.tensor, FakeTensor.tolist, FakeTensor.__format__ = made, listed, formatted
 
 
-class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
+class KnownValuesMode(CheaperKeys):
     """Makes fake tensors; small ones have values if everything from which they are computed has values."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,16 +104,8 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
         else:
             _forget_written(func, args)
             if (number := _ALL_OF.get(label(func))) is not None and isinstance(result, FakeTensor):
-                result.all_of = number, _version(result)
+                result.all_of = number, version_of(result)
         return result
-
-    def _prep_args_for_hash(self, result: list[Any], args: Any, *rest: Any) -> None:
-        """Append what `args` say to the key under which an operator's result is kept."""
-        prepare = super()._prep_args_for_hash
-        if type(args) in (list, tuple):
-            add_arguments(self, result, args, lambda *some: prepare(*some, *rest))
-        else:
-            prepare(result, args, *rest)
 
     def _reads_a_guess(self) -> None:
         """Called when a value is read that follows from indices of unknown numbers; for subclasses."""
@@ -214,7 +205,7 @@ def _is_known(tensor: torch.Tensor) -> bool:
     if _kept_value(tensor) is not None:
         return True
     noted = getattr(tensor, "all_of", None)
-    return noted is not None and noted[1] == _version(tensor) and tensor.numel() <= MOST_ELEMENTS
+    return noted is not None and noted[1] == version_of(tensor) and tensor.numel() <= MOST_ELEMENTS
 
 
 def _kept_value(tensor: FakeTensor) -> torch.Tensor | None:
@@ -224,7 +215,7 @@ def _kept_value(tensor: FakeTensor) -> torch.Tensor | None:
     return kept if kept is not None and kept.shape == tensor.shape else None
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """How often the memory of a tensor was written, through whichever view of it."""
     return 0 if tensor.is_inference() else tensor._version
 

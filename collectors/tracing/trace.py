@@ -320,21 +320,25 @@ def fake_mode(num_nonzero: int | None = None, *, knows_values: bool = False) -> 
     """The mode in which every tensor is fake. `num_nonzero`: number of true entries of a mask, when code asks.
     `knows_values`: small tensors have values if they follow from the batch's."""
     import torch
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+    from peakcast.collectors.tracing import ones
+    from peakcast.collectors.tracing.cache_keys import CheaperKeys
     from peakcast.collectors.tracing.known_values import KnownValuesMode
 
-    base: Any = KnownValuesMode if knows_values else FakeTensorMode
+    base: Any = KnownValuesMode if knows_values else CheaperKeys
 
     class AnsweringMode(base):  # type: ignore[misc]
         """Answers `.item()`: 1 for a number (step counters and norms are read back, never shapes), False for a boolean (OPT
-        asks whether to drop a layer). A mask that selects elements selects all."""
+        asks whether to drop a layer) unless it says that all of a mask of ones is true. A mask that selects elements
+        selects all."""
 
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             try:
-                return super().dispatch(func, types, args, kwargs or {})
+                result = super().dispatch(func, types, args, kwargs or {})
             except DataDependentOutputException:
-                return False if args and getattr(args[0], "dtype", None) is torch.bool else 1.0
+                asked = args[0] if args and getattr(args[0], "dtype", None) is torch.bool else None
+                return 1.0 if asked is None else ones.are_ones(asked)
             except DynamicOutputShapeException:
                 if func is torch.ops.aten.nonzero.default:
                     chosen = args[0].numel() if num_nonzero is None else num_nonzero
@@ -345,6 +349,9 @@ def fake_mode(num_nonzero: int | None = None, *, knows_values: bool = False) -> 
                 tensor, (mask,) = args
                 with self:
                     return tensor.new_empty((mask.numel(), *tensor.shape[mask.ndim :]))
+            if not knows_values:
+                ones.note(func, args, result)
+            return result
 
     return AnsweringMode(allow_non_fake_inputs=True)
 

@@ -274,7 +274,7 @@ def _lengths(asked: WalkSizes, most: int | None, of_images: int) -> list[list[Le
     found = [[small for _ in own]]
     if min(own) >= FEWEST and not of_images:
         found.append([_fractions(length) for length in own])
-    return [*found, [_near(length) for length in own]]
+    return [*found, [near(length) for length in own]]
 
 
 def _points(batches: Sequence[int], lengths: Sequence[Lengths]) -> list[WalkSizes]:
@@ -290,7 +290,8 @@ def _fractions(length: int) -> Lengths:
     return length // 4 // EVEN * EVEN, length // 2 // EVEN * EVEN, length * 3 // 4 // EVEN * EVEN
 
 
-def _near(length: int) -> Lengths:
-    """Three lengths up to `length`, close to each other and equally far from multiples of EVEN if they are long enough."""
-    step = max(EVEN if length > 2 * EVEN else 1, length // 16 // EVEN * EVEN)
+def near(length: int) -> Lengths:
+    """Three lengths up to `length`, close to each other and equally far from multiples of EVEN if they are long enough. They
+    are a power of two apart: where kernels round lengths up, all are rounded by as much."""
+    step = max(EVEN if length > 2 * EVEN else 1, 2 ** max(0, (length // 16).bit_length() - 1))
     return length - 2 * step, length - step, length

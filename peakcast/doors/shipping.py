@@ -4,6 +4,7 @@ regimes."""
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,13 +25,13 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shipped
 from peakcast.models.recipes.generalising import network_kind
 from peakcast.models.recipes.kinds import NetworkKind
-from peakcast.models.recipes.recipe import Recipe, recorded
-from peakcast.models.recipes.regime import regime
+from peakcast.models.recipes.recipe import FAR, Recipe, near, recorded
+from peakcast.models.recipes.regime import point_of, regime
 from peakcast.models.recipes.shelf import RECIPE_PACKAGES, public
 from peakcast.models.recipes.walk import Walk
 from peakcast.networks.families import family
 from peakcast.networks.layer_count import told_by_layer, with_layers
-from peakcast.networks.undescribed import for_tracing
+from peakcast.networks.undescribed import configuration_of, for_tracing
 
 if TYPE_CHECKING:
     from peakcast.collectors.measure.recording import WalkRecorder
@@ -41,7 +42,9 @@ AUTOCAST: Mapping[str, Any] = {
     "framework_options": {"autocast": True},
 }
 """As a Trainer's `bf16=True` over float32 weights."""
-PRECISIONS: tuple[Mapping[str, Any], ...] = ({}, AUTOCAST)
+AUTOCAST_OF_NARROW: Mapping[str, Any] = {"framework_options": {"autocast": True}}
+"""The same over weights in the dtype of their checkpoint, as `from_pretrained` loads them since transformers 5."""
+PRECISIONS: tuple[Mapping[str, Any], ...] = ({}, AUTOCAST, AUTOCAST_OF_NARROW)
 METHODS: tuple[Mapping[str, Any], ...] = ({}, {"finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"]}})
 KERNELS: tuple[Mapping[str, Any], ...] = ({}, {"attention": "flash_attention_2"})
 REGIMES: tuple[Mapping[str, Any], ...] = tuple(
@@ -54,6 +57,8 @@ optimizers and the number of micro-batches change no recipe."""
 BATCHES = (1, 2)
 """Most libraries treat a micro-batch of one sequence in a special way."""
 LENGTH = 512
+WINDOW = re.compile(r"\w*window(_size)?|\w*attention_chunk_size")
+"""Names of numbers of tokens from which on other operations run: a mask is made, or keys are chosen."""
 LAYERS = 24
 """Enough layers for every pattern of layers that repeats; recipes for other depths are derived."""
 PERIOD = 12
@@ -194,7 +199,8 @@ def _record_family(recorder: WalkRecorder, regimes: Jobs, path: Path, releases: 
     reason = ""
     for jobs in regimes:
         for job in jobs:
-            if any(recipe.covers(job.micro_batch_size, LENGTH) and kind.values(job) is not None for kind, recipe in found):
+            point = point_of(job)
+            if any(recipe.covers(*point) and kind.values(job) is not None for kind, recipe in found):
                 continue
             try:
                 found.append(_recorded(recorder, job, releases))
@@ -226,9 +232,9 @@ def _own_regimes(names: Sequence[str]) -> Iterator[list[TrainingJob]]:
 def _jobs(config: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[TrainingJob]:
     """Jobs of a regime whose recipes are shipped, for the network with a family's defaults."""
     with for_tracing():
-        for batch in BATCHES:
+        for batch, length in itertools.product(BATCHES, (LENGTH, *map(_from_window_on, windows_of(config)))):
             job = job_from_mapping(
-                {"architecture": dict(config), "micro_batch_size": batch, "sequence_length": LENGTH, **asked}
+                {"architecture": dict(config), "micro_batch_size": batch, "sequence_length": length, **asked}
             )
             layers = recorded_layers(job.architecture.num_hidden_layers, config.get("layer_types") or ())
             job = job.replace(architecture=with_layers(job.architecture, layers))
@@ -236,6 +242,18 @@ def _jobs(config: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Train
             heads, groups = (config.get(name, 0) for name in (HEADS, GROUPS))
             if heads == groups and heads >= FEWEST_HEADS:
                 yield with_values(job, {NETWORK_PREFIX + GROUPS: heads // 4})
+
+
+def windows_of(config: Mapping[str, Any]) -> list[int]:
+    """The windows of a network's attention that sequences longer than `LENGTH` fill, the shortest first."""
+    longest = min(FAR[1], config.get("max_position_embeddings") or FAR[1])
+    found = {value for name, value in config.items() if WINDOW.fullmatch(name) and type(value) is int}
+    return sorted(window for window in found if LENGTH < window < longest)
+
+
+def _from_window_on(window: int) -> int:
+    """The length to ask for, of which a recipe is made of lengths up to it that begins with `window` (`near`)."""
+    return next(length for length in itertools.count(window) if min(near(length)) >= window)
 
 
 def recorded_layers(layers: int, kinds: Sequence[str]) -> int:
@@ -253,8 +271,10 @@ def _recorded(recorder: WalkRecorder, job: TrainingJob, releases: FrozenMapping)
         def record(*sample: Any) -> Walk:
             return replace(Walk.read(library.walk(*sample)), kinds=())  # other depths follow from a short network's walks
 
-        asked, told = (job.micro_batch_size, LENGTH), told_by_layer(job.architecture)
-        recipe = recorded(record, asked, job.architecture.most_positions, told=told)
+        told, network = told_by_layer(job.architecture), job.architecture
+        below = [one - 1 for one in windows_of(configuration_of(network)) if one > job.sequence_length]
+        nearer = [(FAR[0] * FAR[1] // length, length) for length in below]
+        recipe = recorded(record, point_of(job), network.most_positions, nearer=nearer, told=told)
         kind = network_kind(record, recipe, job, library.defaults, library.read)
     if kind is None:
         raise CollectorError("no network with other numbers confirms what was recorded.")
