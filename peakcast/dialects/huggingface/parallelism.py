@@ -104,7 +104,10 @@ def has_checkpoints(shards: Settings | None, training: Settings) -> bool:
     asked = [key for key in CHECKPOINTS if shards is not None and shards.switch(key)]
     if shards is not None and asked and training.switch("gradient_checkpointing"):
         other = training.spell("gradient_checkpointing")
-        rule = f"cannot be given with {other}, transformers' Trainer refuses both; set {other}: false"
+        rule = (
+            f"cannot be given with {other}, which trl has on since 0.22 unless told: transformers' Trainer refuses both; "
+            f"set {other}: false"
+        )
         raise shards.refuse(asked[0], rule)
     return bool(asked)
 
