@@ -27,7 +27,10 @@ class OlderRelease(NamedTuple):
 
 
 def older_releases(training: Mapping[str, Any], whose: Whose, versions: Mapping[str, Any]) -> Iterator[OlderRelease]:
-    """Those that the run of the arguments `training` may have, of which the releases `versions` are known."""
+    """Those that the run of the arguments `training` may have, of which the releases `versions` are known; none without
+    arguments, where nothing says that transformers' Trainer runs."""
+    if not training:
+        return
     dtypes = [training[key] for key in ("dtype", "torch_dtype") if training.get(key) is not None]
     if dtypes in ([], [FROM_PRETRAINED]) and not versions.get("transformers"):
         yield OlderRelease(
