@@ -32,7 +32,7 @@ OF_A_PATH: dict[str, Callable[[str], str]] = {
 
 def prints(name: str) -> bool:
     """Whether the command `name` prints what is known here."""
-    return name in ("echo", "expr") or name in OF_A_PATH
+    return name in ("echo", "expr", "printf") or name in OF_A_PATH
 
 
 def printed(commands: Sequence[Sequence[str]]) -> str | None:
@@ -52,6 +52,9 @@ def _said(name: str, given: Sequence[str]) -> str | None:
     if name == "expr":
         value = calculated(" ".join(given))
         return None if value is None else str(value)
+    if name == "printf" and given and len(given) - 1 == len(re.findall(r"%[sd]", given[0])) == given[0].count("%"):
+        words = iter(given[1:])
+        return re.sub(r"%[sd]", lambda _: next(words), given[0]).removesuffix("\\n")
     return " ".join(given) if name == "echo" else None
 
 

@@ -251,12 +251,12 @@ class _ScriptReader:
         appends = any(child.type == "+=" for child in node.children)
         key = source_of(name)
         if values and values[0].type == "array":
-            items = self._words(named_children(values[0]))
+            items = self.variables.give_items(key, self._words(named_children(values[0])))
             return key, [*(self.variables.items(key) if appends else []), *items]
         written = source_of(node).partition("=")[2]
         text = " ".join(self.variables.expand(written, split=False))
         if name.type == "subscript":
-            self.script.notes.append(f"The script's {source_of(node)[:60]!r} is not followed.")
+            key = " ".join(self.variables.expand(key, split=False))
         return key, (self.variables.value(key) if appends else "") + text
 
     def _declaration_command(self, node: Node) -> None:
@@ -304,6 +304,9 @@ class _ScriptReader:
 
     def _command(self, node: Node) -> None:
         prefix = dict(self._assigned(child) for child in node.children if child.type == "variable_assignment")
+        given = next((child for child in node.children if child.type == "herestring_redirect"), None)
+        if given is not None and (words := self._words(command_nodes(node)))[:1] == ["read"]:
+            return self.variables.read_words(words[1:], self._text(named_children(given)[-1]))
         self._run(self._words(command_nodes(node)), {key: _as_text(value) for key, value in prefix.items()})
 
     def _run(self, words: list[str], prefix: dict[str, str]) -> None:
@@ -318,6 +321,9 @@ class _ScriptReader:
                 self.variables.give(left[int(count) :])
         elif words[:2] == ["set", "--"]:
             self.variables.give(words[2:])
+        elif words[0] == "let":
+            for expression in words[1:]:
+                self.variables.assign(expression)
         elif words[0] in ("source", "."):
             text = self._sourced(words[1]) if len(words) > 1 else None
             if text is None:

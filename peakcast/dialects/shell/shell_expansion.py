@@ -18,7 +18,7 @@ MOST_WORDS = 20_000
 MOST_NESTED = 8
 """Depth up to which nested shell texts (`bash -c`), and nested defaults of variables, are followed."""
 NAME = r"[A-Za-z_]\w*"
-_PARAMETER = re.compile(rf"(#?)({NAME}|[0-9]+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?])(.*)|([#%/,^:].*))?", re.DOTALL)
+_PARAMETER = re.compile(rf"([#!]?)({NAME}|[0-9]+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?])(.*)|([#%/,^:].*))?", re.DOTALL)
 
 
 class Variables:
@@ -124,6 +124,13 @@ class Variables:
         count, name, index, rule, other, change = match.groups()
         value = self.variables.get(name)
         items = value if isinstance(value, list) else [] if value is None else [value]
+        if count == "!":
+            keys = self._keys(name) or [str(number) for number in range(len(items))]
+            return (keys, True) if index in ("@", "*") else ([self.value(self.value(name))], False)
+        if index and index not in ("@", "*"):
+            index = " ".join(self.expand(index, split=False))
+            items = [self.value(f"{name}[{index}]")] if f"{name}[{index}]" in self.variables else self._item(items, index)
+            index = ""
         if count:
             return [str(len(items) if index else len(self.value(name)))], False
         if index in ("@", "*"):
@@ -131,8 +138,6 @@ class Variables:
         if name in ("@", "*") and not rule:
             since = re.fullmatch(r":\s*(\d{1,6})", change or "")
             return items[max(0, int(since[1]) - 1) :] if since else items, name == "@"
-        if index and index.isdecimal() and len(index) < 6:
-            items = items[int(index) : int(index) + 1]
         text = items[0] if items else ""
         if rule and rule[-1] in "-=" and not (text if rule[0] == ":" else items):
             text = self._default(other)
@@ -143,6 +148,31 @@ class Variables:
         elif change:
             text = self._changed(text, change, inside, name)
         return [text], False
+
+    def _keys(self, name: str) -> list[str]:
+        """The keys of the associative array `name`; empty for another variable."""
+        return [key[len(name) + 1 : -1] for key in self.variables if key.startswith(f"{name}[")]
+
+    def _item(self, items: list[str], index: str) -> list[str]:
+        """The item of an array at `index`, which may be arithmetic; none if that has no value."""
+        number = self.calculation(index)
+        return items[number : number + 1] if number is not None and 0 <= number < len(items) else []
+
+    def give_items(self, name: str, words: Sequence[str]) -> list[str]:
+        """Set the items of an associative array, if the `words` in its brackets are `[key]=value`. Returns its items."""
+        pairs = [re.fullmatch(r"\[(.+?)\]=(.*)", word, re.DOTALL) for word in words]
+        keyed = {f"{name}[{pair[1]}]": pair[2] for pair in pairs if pair}
+        self.variables |= keyed
+        return list(keyed.values()) if len(keyed) == len(words) else list(words)
+
+    def read_words(self, names: Sequence[str], text: str) -> None:
+        """What `read` does with `text`: a word for each variable, the rest for the last one. `-a`: all in one array."""
+        variables = [name for name in names if re.fullmatch(NAME, name)]
+        if any(re.fullmatch(r"-\w*a", name) for name in names):
+            self.variables |= {name: text.split() for name in variables[:1]}
+        else:
+            words = text.split(None, max(0, len(variables) - 1))
+            self.variables |= dict(zip(variables, [*words, *[""] * len(variables)], strict=False))
 
     def _changed(self, text: str, change: str, inside: str, name: str) -> str:
         """`text` as `change` in `${inside}` leaves it; as it is, with a note, if that is not followed."""
@@ -163,6 +193,8 @@ class Variables:
 
     def calculation(self, expression: str) -> int | None:
         """The value of the inside of `((...))`; None if it is not whole-number arithmetic."""
+        if re.search(r"\$\{\W|\$\{\w+[^\w}]|\$\(", expression):  # ${GPUS:-8}, ${#GPUS[@]}, $(...)
+            expression = " ".join(self.expand(f'"{expression}"', split=False))
         names = re.compile(rf"\$?\{{?({NAME})\}}?")
         return calculated(names.sub(lambda match: self.value(match[1]) or "0", expression))
 
