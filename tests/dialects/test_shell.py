@@ -142,7 +142,7 @@ def test_here_documents_are_files_that_the_script_writes():
         "show a\n" * 60_000,
         "x" * 400_000,
         "f() { f; }\nf",
-        "while true; do A=1; done",
+        "while true; do A=$((A+1)); done",
         "( " * 200 + "show a" + " )" * 200,
     ],
 )
@@ -214,6 +214,7 @@ LAUNCHES = [
     ("export CUDA_VISIBLE_DEVICES=4,5\naccelerate launch sft.py --bf16", "sft.py", 2),
     ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file a.yaml sft.py --bf16", "sft.py", None),
     ("CUDA_VISIBLE_DEVICES=0,1,2 torchrun --nproc_per_node=gpu sft.py --bf16", "sft.py", 3),
+    ("torchrun --nproc_per_node $(nvidia-smi -L | wc -l) sft.py --bf16", "sft.py", None),
     ("CUDA_VISIBLE_DEVICES=0,1 deepspeed --hostfile hosts train.py --deepspeed ds.json", "train.py", None),
     (
         "tune run --nproc_per_node 2 lora_finetune_distributed --config a.yaml batch_size=4",

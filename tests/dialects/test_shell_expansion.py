@@ -98,3 +98,13 @@ torchrun t.py """
 def test_tables_of_sizes_are_followed(word, expected):
     script = read_script(TABLES + word)
     assert (list(script.commands[0].words[2:]), script.notes) == (expected, [])
+
+
+@pytest.mark.parametrize(
+    "loop", ["until [ -f done ]", "while ! [ -f done ]", "while true", "while [ $N -lt 3 ]", "until [ $N -ge 3 ]"]
+)
+def test_a_loop_that_waits_is_left(loop):
+    script = read_script(f"N=0\n{loop}; do torchrun t.py --n $N; sleep 5; done\ntorchrun u.py")
+    assert [list(command.words) for command in script.commands] == [["torchrun", "t.py", "--n", "0"], ["torchrun", "u.py"]]
+    counted = read_script(f"N=0\n{loop}; do torchrun t.py --n $N; N=$((N + 1)); if [ $N == 3 ]; then break; fi; done")
+    assert [command.words[-1] for command in counted.commands] == ["0", "1", "2"]

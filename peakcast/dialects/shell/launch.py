@@ -293,11 +293,12 @@ def _launcher_flags(words: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 def _processes(launcher: str, own: Mapping[str, Any], env: Mapping[str, str]) -> int | None:
     """The processes that `launcher` starts with its flags `own`; None if neither they nor the environment say."""
-    sizes = {flag: value for flag, value in own.items() if value is not True}  # True: what would say it is not known
-    per_node, nodes = ([sizes.get(flag) for flag in flags] for flags in SIZES[launcher])
+    per_node, nodes = ([own.get(flag) for flag in flags] for flags in SIZES[launcher])
     number = next((value for value in per_node if value is not None), None)
     multiple = next((value for value in nodes if value is not None), "1")
-    if launcher == "deepspeed" and (chosen := own.get("include", own.get("i"))):
+    if number is True:  # what says it is not known here
+        number = _seen(env)
+    elif launcher == "deepspeed" and (chosen := own.get("include", own.get("i"))):
         number, multiple = _included(str(chosen)), "1"
     elif number is None and launcher == "torchrun":
         number = "1" if own else None  # torchrun's default

@@ -35,11 +35,7 @@ MOST_STEPS = 20_000
 """Most statements that are followed, including repetitions in loops and functions."""
 MOST_BLOCKS = 40
 """Depth up to which nested blocks, functions and conditions are followed."""
-_WITHOUT_EFFECT = (
-    ":", "echo", "printf", "mkdir", "cd", "set", "unset", "exit", "return", "module", "true", "wait", "sleep",
-)  # fmt: skip
-
-
+_WITHOUT_EFFECT = (":", "echo", "printf", "mkdir", "cd", "set", "unset", "exit", "return", "module", "true", "wait", "sleep")
 _VARIABLE = re.compile(r'"?\$\{?([A-Za-z_]\w*)\}?"?')
 LEFT_OUT = "is something that is not understood as bash; it is left out, and may take commands with it."
 """How a note ends on lines that the grammar does not know."""
@@ -210,7 +206,11 @@ class _ScriptReader:
             self._not_followed(node)
             return
         endless = source_of(condition) in ("true", ":")
-        while (endless or self._holds(condition)) != until and self._turn(body):
+        before: dict[str, str | list[str]] | None = None
+        while (endless or self._holds(condition)) != until and self.variables.variables != before:
+            before = dict(self.variables.variables)  # a turn that changes none waits for something outside of the script
+            if not self._turn(body):
+                break
             self._steps += 1
 
     def _turn(self, body: Node) -> bool:
