@@ -35,7 +35,7 @@ MOST_STEPS = 20_000
 """Most statements that are followed, including repetitions in loops and functions."""
 MOST_BLOCKS = 40
 """Depth up to which nested blocks, functions and conditions are followed."""
-_WITHOUT_EFFECT = (":", "echo", "printf", "mkdir", "cd", "set", "unset", "exit", "return", "module", "true", "wait", "sleep")
+_WITHOUT_EFFECT = tuple(": echo printf mkdir cd set unset exit return module true wait sleep".split())
 _VARIABLE = re.compile(r'"?\$\{?([A-Za-z_]\w*)\}?"?')
 LEFT_OUT = "is something that is not understood as bash; it is left out, and may take commands with it."
 """How a note ends on lines that the grammar does not know."""
