@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from peakcast.core.errors import SpecError
+from peakcast.dialects.common.translation import words as names
 from peakcast.dialects.shell.conditions import ends_with_error, holds, is_condition
 from peakcast.dialects.shell.nested import script_to_run, text_to_run
 from peakcast.dialects.shell.printed import folder_of, printed, prints
@@ -35,7 +36,7 @@ MOST_STEPS = 20_000
 """Most statements that are followed, including repetitions in loops and functions."""
 MOST_BLOCKS = 40
 """Depth up to which nested blocks, functions and conditions are followed."""
-_WITHOUT_EFFECT = tuple(": echo printf mkdir cd set unset exit return module true wait sleep".split())
+_WITHOUT_EFFECT = names(": echo printf mkdir cd set unset exit return module true wait sleep")
 _VARIABLE = re.compile(r'"?\$\{?([A-Za-z_]\w*)\}?"?')
 LEFT_OUT = "is something that is not understood as bash; it is left out, and may take commands with it."
 """How a note ends on lines that the grammar does not know."""
