@@ -25,7 +25,7 @@ def test_without_a_gpu_it_says_what_works(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(installed, "nvml_gpus", lambda: ("NVML cannot be read: NVML Shared Library Not Found", []))
     found = api.doctor()
     assert found.gpus == ()
-    assert any("no NVIDIA GPU is seen" in sentence for sentence in found.findings)
+    assert any("No NVIDIA GPU is seen" in sentence for sentence in found.findings)
     assert "Shared Library" in installation_text(found)
 
 

@@ -115,7 +115,7 @@ def test_questions_are_answered_with_the_light_packages_alone(light_python: str,
         assert out, asked
     assert (tmp_path / "memory.pickle").is_file()
     assert json.loads(answers[1][1])["fits"] == "yes"
-    assert "packages are missing for fitting" in answers[-1][1]
+    assert "Packages are missing for fitting" in answers[-1][1]
 
 
 def test_what_needs_more_says_the_command_that_installs_it(light_python: str, tmp_path: Path) -> None:

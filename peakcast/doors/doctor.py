@@ -21,8 +21,8 @@ from peakcast.models.allocator import replay as allocator
 from peakcast.models.calibration.calibration import calibration_for, calibrations
 
 COMPILED = {
-    True: "reserved memory is replayed by compiled code.",
-    False: "reserved memory is replayed in Python, with the same result in some twenty-five times the time; install "
+    True: "The simulated allocator runs as compiled code.",
+    False: "The simulated allocator runs in Python, with the same result but some twenty-five times slower; install "
     "peakcast from a wheel of this system, or where there is a C compiler.",
 }
 """By whether the compiled replay is in use. How much slower the other is: models/allocator/_pool_replay.c."""
@@ -81,10 +81,10 @@ def _findings(found: Installation) -> list[str]:
     if found.missing_extras:
         uses = ", ".join(f"{USES[extra]} ({extra})" for extra in found.missing_extras)
         sentences.append(
-            f"packages are missing for {uses}: add one with {command(found.missing_extras[0])}, all with {command('all')}."
+            f"Packages are missing for {uses}: add one with {command(found.missing_extras[0])}, all with {command('all')}."
         )
     if not gpus:
-        sentences.append("no NVIDIA GPU is seen, so nothing can be measured here; `peakcast collect --trace` needs none.")
+        sentences.append("No NVIDIA GPU is seen, so nothing can be measured here; `peakcast collect --trace` needs none.")
     if gpus and torch is not None and torch.endswith("+cpu"):
         sentences.append("torch is built for the CPU only: install the CUDA build to measure on this GPU.")
     sentences += [

@@ -27,7 +27,7 @@ WORTH_SHOWING_PART = 0.005
 """Savings below `WORTH_SHOWING_BYTES`, or below this fraction of the peak, are not worth a change."""
 MORE_TO_FIT = 2
 ADAPTER_RANK = 16
-FREE = "nothing that is known"
+FREE = "none known"
 
 
 @dataclass(frozen=True, slots=True)

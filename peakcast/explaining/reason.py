@@ -113,10 +113,10 @@ def _next(reason: PeakReason) -> str:
         return ""
     less = reason.num_bytes - reason.next_bytes
     if format_gib(less) == format_gib(0):
-        return f"The peak of {phase_name(reason.next_phase)} is as high: a change that lowers only this one saves nothing."
+        return f"The peak of {phase_name(reason.next_phase)} is as high: lowering only one of the two saves nothing."
     return (
-        f"The next highest peak, in {phase_name(reason.next_phase)}, is {format_gib(reason.next_bytes)}: a change that "
-        f"lowers only this one saves at most {format_gib(less)}."
+        f"The next highest peak, in {phase_name(reason.next_phase)}, is {format_gib(reason.next_bytes)}: lowering only the "
+        f"highest saves at most {format_gib(less)}."
     )
 
 

@@ -136,7 +136,8 @@ def _groups(groups: Sequence[Group], rank: int) -> str:
     lines = []
     for group in groups:
         shown = ", ".join(map(str, group.members[:NUM_RANKS_SHOWN])) + (", …" if group.size > NUM_RANKS_SHOWN else "")
-        lines.append(f"  {group.axis:<24} {group.size:>4,} ranks, {len(group.firsts):,} such groups: {shown}")
+        count = f"{len(group.firsts):,} group" + ("" if len(group.firsts) == 1 else "s")
+        lines.append(f"  {group.axis:<24} {group.size:>4,} ranks, {count}; this one: {shown}")
     return _section(f"Who rank {rank} talks to", lines)
 
 

@@ -91,7 +91,7 @@ def candidate_sentences(found: Found) -> list[str]:
     """How many candidates there were, and how many were left out and why."""
     said = [
         f"{found.num_gpus} × {found.gpu}, {found.global_batch_size} sequences per step: {found.num_candidates:,} "
-        f"candidates, {found.num_ruled_out:,} of them with weights and states beyond the GPU."
+        f"candidates; weights and states alone exceed the GPU in {found.num_ruled_out:,}."
     ]
     if found.left_out:
         reasons = "; ".join(f"{count:,}: {reason}" for reason, count in found.left_out.items())
@@ -168,10 +168,10 @@ class _Column:
 
 COLUMNS = (
     _Column(title="host/node", width=9, value=lambda plan: plan.node_host_bytes, always=False, is_share=False),
-    _Column(title="again", width=6, value=lambda plan: plan.cost.recompute),
+    _Column(title="rerun", width=6, value=lambda plan: plan.cost.recompute),
     _Column(title="bubble", width=6, value=lambda plan: plan.cost.bubble, always=False),
-    _Column(title="sending", width=7, value=lambda plan: plan.cost.sending),
-    _Column(title="longer", width=6, value=lambda plan: plan.cost.total),
+    _Column(title="comm.", width=7, value=lambda plan: plan.cost.sending),
+    _Column(title="extra", width=6, value=lambda plan: plan.cost.total),
 )
 
 

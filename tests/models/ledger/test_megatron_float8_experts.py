@@ -135,3 +135,12 @@ def test_copies_by_columns_with_scales_of_blocks_go_with_the_step(release: str, 
 )
 def test_what_is_covered(arguments: dict[str, Any]):
     assert out_of_scope(job(2, **arguments)) == ""
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, EXPERTS | {"moe_grouped_gemm": False}])
+def test_only_matrices_have_copies_in_fp8_and_each_projection_one_in_either_layout(experts):
+    """Biases are added in bfloat16, the stacked ones of experts too."""
+    timeline = megatron_ledger(job(**experts, disable_bias_linear=False))
+    copies = sorted(name.removesuffix(".fp8") for name in timeline.names if name.endswith(".fp8"))
+    each = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2", "self_attention.linear_proj", "self_attention.linear_qkv")
+    assert copies == sorted(f"{name}.weight" for name in each for _ in range(2))

@@ -21,6 +21,7 @@ from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.expert_adapters import DOWN, GATE_UP
 from peakcast.models.ledger.huggingface.blocks.router import route
 from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.primitives import LinearLayer
 from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
@@ -58,13 +59,14 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     and summed over each token's experts."""
     context, tape = build.context, build.tape
     width, inner = context.architecture.hidden_size, moe.moe_intermediate_size
-    pairs = context.rows * moe.num_experts_per_tok
+    pairs, element = context.rows * moe.num_experts_per_tok, context.precision.weight_bytes
     adapted = expert_adapters.registered(build)
     rows = _sorted_by_expert(build, x, weights, moe)
     gated = context.architecture.gated_mlp
     bias = _bias(build, rows.ids, moe, pairs, (1 + gated) * inner, "mlp.experts.gate_up_proj_bias")
     taken, outer, changed = rows.selected, (1 + gated) * inner, expert_adapters.changed(build, adapted, GATE_UP)
-    both = _grouped_linear(build, taken, moe, pairs, width, outer, GATE_UP, bias, changed)
+    gate_up = LinearLayer(name=GATE_UP, in_features=width, out_features=outer, element_bytes=element)
+    both = _grouped_linear(build, taken, gate_up, pairs, bias, changed)
     both = _masked(build, both, "mlp.experts.mask_gate_up")
     if family_of(context.architecture).experts.clamps:
         product = _clamped_product(build, both, pairs * inner)
@@ -78,7 +80,8 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     for variable in bias:
         tape.hold(variable)
     changed += expert_adapters.changed(build, adapted, DOWN)
-    down = _grouped_linear(build, product, moe, pairs, inner, width, DOWN, down_bias, changed[-1:])
+    down_proj = LinearLayer(name=DOWN, in_features=inner, out_features=width, element_bytes=element)
+    down = _grouped_linear(build, product, down_proj, pairs, down_bias, changed[-1:])
     down = _masked(build, down, "mlp.experts.mask_down")
     total, restored = _weighted_sum(build, down, rows, moe)
     if total.num_bytes != x.num_bytes:
@@ -176,25 +179,18 @@ def _clamped_product(build: BlockBuilder, both: Tensor, elements: int) -> Tensor
 
 
 def _grouped_linear(
-    build: BlockBuilder,
-    x: Tensor,
-    moe: MixtureOfExperts,
-    rows: int,
-    in_features: int,
-    out_features: int,
-    name: str,
-    bias: list[Tensor],
-    changed: list[Tensor],
+    build: BlockBuilder, x: Tensor, one: LinearLayer, rows: int, bias: list[Tensor], changed: list[Tensor]
 ) -> Tensor:
-    """A grouped matrix product of rows sorted by expert, and its bias. `changed`: the weight that an adapter has changed,
-    if it has one."""
-    context = build.context
-    weight = moe.num_experts // context.experts.ranks * in_features * out_features * context.precision.weight_bytes
+    """A grouped matrix product of `rows` sorted by expert, and its bias. `one`: the matrix of one expert. `changed`: the
+    stacked matrices that an adapter has changed, if there is one."""
+    context, name, moe = build.context, one.name, build.context.architecture.moe
+    assert moe is not None
+    weight = moe.num_experts // context.experts.ranks * one.weight_bytes
     kept = [x, *(changed if x.requires_grad else [])] if changed or context.weights_get_gradients else []
     product = build.tape.operation(
         name,
         [x, *changed],
-        rows * out_features * context.precision.weight_bytes,
+        rows * one.out_features * one.element_bytes,
         saves=Saved(kept, parameter_bytes=0 if changed else weight),
         weight_gradients=[WeightGradient(f"{name}.grad", weight)] if context.weights_get_gradients else [],
     )

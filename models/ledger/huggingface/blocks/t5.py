@@ -104,6 +104,19 @@ def encoder_end(context: HFContext) -> Template:
 # -- attention ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attention:
+    """What one attention is computed from. `key_length`: keys of each sequence. `masked`: whether it is causal."""
+
+    name: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor
+    key_length: int
+    masked: bool
+
+
 def _attend(
     build: BlockBuilder,
     layer: T5Layer,
@@ -130,12 +143,14 @@ def _attend(
     if source is None and layer.first:
         _relative_positions(build, bias, bidirectional=not layer.decodes)
     masked = source is None and layer.decodes
+    given = _Attention(name=name, q=q, k=k, v=v, bias=bias, key_length=key_length, masked=masked)
     if context.attention.implementation == "eager":
-        y = _eager(build, q, k, v, bias, name, key_length=key_length, masked=masked, named=named)
+        y, weights = _eager(build, given)
+        named.append(weights)  # attention returns the weights too
     elif source is None and computes_self_attention_in_steps(context):
-        y = _math(build, q, k, v, bias, masked=masked)
+        y = _math(build, given)
     else:
-        y = _efficient(build, q, k, v, bias, name, key_length=key_length, masked=masked)
+        y = _efficient(build, given)
     y = build.projection(y, inner, width, f"{name}.o", False)
     for variable in (normed, q, k, v):
         tape.hold(variable)
@@ -185,39 +200,39 @@ def _relative_positions(build: BlockBuilder, bias: Tensor, *, bidirectional: boo
     build.tape.hold(distances)
 
 
-def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, masked: bool) -> Tensor:
+def _math(build: BlockBuilder, given: _Attention) -> Tensor:
     """sdpa's math path with the bias as an additive mask. The decoder's cache has copied k and v head by head."""
-    wide = _position_bias_mask(build, bias, SELF, key_length=build.context.sequence, masked=masked)
-    mask = _narrow_mask(build, wide, SELF, key_length=build.context.sequence)
-    cached = masked and not build.context.backward.checkpointed
-    output = step_by_step(build, q, k, v, mask, by_head=cached)
+    wide = _position_bias_mask(build, given)
+    mask = _narrow_mask(build, wide, given)
+    cached = given.masked and not build.context.backward.checkpointed
+    output = step_by_step(build, given.q, given.k, given.v, mask, by_head=cached)
     build.tape.hold(wide)
     return output
 
 
-def _position_bias_mask(build: BlockBuilder, bias: Tensor, name: str, *, key_length: int, masked: bool) -> Tensor:
+def _position_bias_mask(build: BlockBuilder, given: _Attention) -> Tensor:
     """`create_position_bias_mask`: the bias itself, or with a causal mask a new tensor in every layer."""
-    if not masked:
+    name, bias = given.name, given.bias
+    if not given.masked:
         return bias
-    kept = [build.context.sequence * key_length] if bias.requires_grad else []  # where() keeps its bool condition
+    kept = [build.context.sequence * given.key_length] if bias.requires_grad else []  # where() keeps its bool condition
     return build.tape.operation(f"{name}.position_bias_mask", [bias], bias.num_bytes, saves=Saved(extra_bytes=kept))
 
 
-def _narrow_mask(build: BlockBuilder, mask: Tensor, name: str, *, key_length: int) -> Tensor:
+def _narrow_mask(build: BlockBuilder, mask: Tensor, given: _Attention) -> Tensor:
     """The mask as attention gets it: autocast casts every floating-point argument."""
-    context = build.context
-    narrow = context.sequence * key_length * context.architecture.num_attention_heads * context.precision.compute_bytes
-    return ops.cast(build.tape, mask, narrow, f"{name}.mask_cast") if mask.num_bytes > narrow else mask
+    context, scores = build.context, build.context.sequence * given.key_length
+    narrow = scores * context.architecture.num_attention_heads * context.precision.compute_bytes
+    return ops.cast(build.tape, mask, narrow, f"{given.name}.mask_cast") if mask.num_bytes > narrow else mask
 
 
-def _efficient(
-    build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, name: str, *, key_length: int, masked: bool
-) -> Tensor:
+def _efficient(build: BlockBuilder, given: _Attention) -> Tensor:
     """The memory-efficient kernel with the bias as an additive mask: for cross-attention, whose zeros are contiguous, and
     self-attention with one head or one token."""
     context, tape, heads = build.context, build.tape, build.context.architecture.num_attention_heads
-    wide = _position_bias_mask(build, bias, name, key_length=key_length, masked=masked)
-    mask = _narrow_mask(build, wide, name, key_length=key_length)
+    name, q, k, v = given.name, given.q, given.k, given.v
+    wide = _position_bias_mask(build, given)
+    mask = _narrow_mask(build, wide, given)
     if mask.requires_grad and context.batch > 1:  # a view for every sequence, whose gradients are summed
         mask = tape.operation(f"{name}.expand", [mask], Output(context.batch * mask.num_bytes, view_of=mask))
     inside = FP32 * context.rows * heads if context.gpu else 0  # the row sums "delta"
@@ -236,30 +251,20 @@ def _efficient(
     return output
 
 
-def _eager(
-    build: BlockBuilder,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    name: str,
-    *,
-    key_length: int,
-    masked: bool,
-    named: list[Tensor],
-) -> Tensor:
+def _eager(build: BlockBuilder, given: _Attention) -> tuple[Tensor, Tensor]:
     """`eager_attention_forward`: the scores are multiplied by one, bias and mask are added, and the softmax is in the
-    scores' own dtype."""
+    scores' own dtype. Returns the output and the attention weights."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
-    elements = context.batch * architecture.num_attention_heads * context.sequence * key_length
-    scores = ops.matmul(tape, q, k, elements * context.precision.compute_bytes, f"{name}.scores")
+    name, q, bias = given.name, given.q, given.bias
+    elements = context.batch * architecture.num_attention_heads * context.sequence * given.key_length
+    scores = ops.matmul(tape, q, given.k, elements * context.precision.compute_bytes, f"{name}.scores")
     scores = ops.scale(tape, scores, f"{name}.scaling")
     # a bias looked up in a wide table widens the scores
     size = max(scores.num_bytes, bias.num_bytes * context.batch)
     narrowed = None if scores.num_bytes == size else scores.num_bytes
     summed = None if context.batch == 1 else bias.num_bytes
     scores = tape.operation(f"{name}.add_bias", [scores, bias], size, gradients=[(scores, narrowed), (bias, summed)])
-    if masked:
+    if given.masked:
         scores = tape.operation(f"{name}.add_mask", [scores], scores.num_bytes, gradients=[(scores, None)])
     wide = scores
     if context.precision.autocast and scores.num_bytes < elements * FP32:  # softmax is on autocast's fp32 list
@@ -267,12 +272,11 @@ def _eager(
     weights = ops.unary_of_result(tape, wide, f"{name}.softmax")
     tape.hold(scores)
     weights = build.dropout(weights, architecture.attention_dropout, elements, f"{name}.attention_dropout")
-    variable = weights
+    returned = weights
     if weights.num_bytes > elements * context.precision.compute_bytes:
         weights = ops.cast(tape, weights, elements * context.precision.compute_bytes, f"{name}.weights_cast")
-    output = ops.matmul(tape, weights, v, q.num_bytes, f"{name}.weighted_sum", forward_temporary_bytes=q.num_bytes)
-    named.append(variable)  # attention returns the weights too
-    return output
+    output = ops.matmul(tape, weights, given.v, q.num_bytes, f"{name}.weighted_sum", forward_temporary_bytes=q.num_bytes)
+    return output, returned
 
 
 # -- feed-forward -------------------------------------------------------------------------------------------------------

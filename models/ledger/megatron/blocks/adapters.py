@@ -10,6 +10,8 @@ and verl use; mcore-bridge `tuners/lora.py` (`LoraParallelLinear`), which ms-swi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from peakcast.core.units import BOOL
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.gradients import matrix_gradients
@@ -69,15 +71,25 @@ def add_to_rows(
     return _added(tape, high, base, name)
 
 
+class TokenProjection(NamedTuple):
+    """A projection of tokens that does not communicate, such as an expert's. `matrices`: how many it has, each of which is
+    multiplied by an equal share of the rows."""
+
+    name: str
+    in_features: int
+    out_features: int
+    matrices: int = 1
+
+
 def add_to_tokens(
-    tape: Tape, x: Tensor, base: Tensor, context: MegatronContext, name: str, rows: int, widths: tuple[int, int], count: int
+    tape: Tape, x: Tensor, base: Tensor, context: MegatronContext, projection: TokenProjection, rows: int
 ) -> Tensor:
-    """`base` [rows, out] of a projection that does not communicate, such as an expert's, with what its adapter makes of
-    `x` [rows, in]. `count`: matrices of the projection, which in mcore-bridge have an adapter each and in Megatron-Bridge
-    share one."""
+    """`base`, the projection's output of `x`, plus the output of its adapter. Several matrices have an adapter each in
+    mcore-bridge and share one in Megatron-Bridge."""
+    name, inside, out, own = projection
     if context.adapters is None or not adapts(context, name):
         return base
-    rank, (inside, out), matrices = context.adapters.rank, widths, 1 if _is_bridge(context) else count
+    rank, matrices = context.adapters.rank, 1 if _is_bridge(context) else own
     x = _dropped(tape, x, context, name)
     low = _product(tape, x, context, f"{name}.linear_in", rows, inside, rank, matrices)
     return _added(tape, _product(tape, low, context, f"{name}.linear_out", rows, rank, out, matrices), base, name)

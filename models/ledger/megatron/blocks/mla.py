@@ -7,7 +7,7 @@ the sequence-parallel share of the tokens; the up projections are split over hea
 
 from __future__ import annotations
 
-from peakcast.models.ledger.megatron.blocks.adapters import add_to_tokens
+from peakcast.models.ledger.megatron.blocks.adapters import TokenProjection, add_to_tokens
 from peakcast.models.ledger.megatron.blocks.attention import core_attention
 from peakcast.models.ledger.megatron.blocks.context import LatentContext, MegatronContext
 from peakcast.models.ledger.megatron.blocks.gradients import weight_gradients
@@ -77,7 +77,7 @@ def _duplicated_linear(tape: Tape, x: Tensor, context: MegatronContext, out_feat
         forward_temporary_bytes=other_layout_bytes(context, context.stream_rows * context.hidden),
         backward_temporary_bytes=quantized_gradient_bytes(context, output),
     )
-    return add_to_tokens(tape, x, base, context, name, context.stream_rows, (context.hidden, out_features), 1)
+    return add_to_tokens(tape, x, base, context, TokenProjection(name, context.hidden, out_features), context.stream_rows)
 
 
 def _up_projection(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from peakcast.models.ledger.megatron.blocks.adapters import add_to_tokens
+from peakcast.models.ledger.megatron.blocks.adapters import TokenProjection, add_to_tokens
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.dispatch import Dispatch
 from peakcast.models.ledger.megatron.blocks.expert_context import ExpertContext
@@ -81,15 +81,14 @@ def _grouped(
     """All local experts in one product for each projection."""
     inner = experts.ffn * (2 if context.feed_forward.gated else 1)
     count = experts.local_experts
-    projected = _expert_linear(tape, x, rows, context.hidden, inner, context, count, "experts.linear_fc1")
+    projected = _expert_linear(tape, x, rows, TokenProjection("experts.linear_fc1", context.hidden, inner, count), context)
     again = None
     if experts.recompute_activation and experts.grouped:
         activated, again = _recomputed_activation(tape, projected, probabilities, rows, context, experts)
     else:
         activated = _weighted_activation(tape, projected, probabilities, rows, context, experts)
-    output = _expert_linear(
-        tape, activated, rows, experts.ffn, context.hidden, context, count, "experts.linear_fc2", again_bytes=again
-    )
+    second = TokenProjection("experts.linear_fc2", experts.ffn, context.hidden, count)
+    output = _expert_linear(tape, activated, rows, second, context, again_bytes=again)
     if experts.grouped:  # `fc1_output` in TEGroupedMLP's forward refers to it (megatron-core 0.16.1 `moe/experts.py`)
         tape.hold(projected)
     return output
@@ -110,11 +109,11 @@ def _one_by_one(
     inner = experts.ffn * (2 if context.feed_forward.gated else 1)
     outputs = []
     for part, weight, size, count in zip(parts, weights, sizes, counts, strict=True):
-        projected = _expert_linear(tape, part, size, context.hidden, inner, context, count, "expert.linear_fc1")
+        first = TokenProjection("expert.linear_fc1", context.hidden, inner, count)
+        second = TokenProjection("expert.linear_fc2", experts.ffn, context.hidden, count)
+        projected = _expert_linear(tape, part, size, first, context)
         activated = _weighted_activation(tape, projected, weight, size, context, experts)
-        outputs.append(
-            _expert_linear(tape, activated, size, experts.ffn, context.hidden, context, count, "expert.linear_fc2")
-        )
+        outputs.append(_expert_linear(tape, activated, size, second, context))
     # the gradients are views of the concatenation's gradient
     return tape.operation("experts.concatenate", outputs, rows * row, gradients=[(output, None) for output in outputs])
 
@@ -123,16 +122,14 @@ def _expert_linear(
     tape: Tape,
     x: Tensor,
     rows: int,
-    in_features: int,
-    out_features: int,
+    projection: TokenProjection,
     context: MegatronContext,
-    count: int,
-    name: str,
     *,
     again_bytes: int | None = None,
 ) -> Tensor:
-    """x·Wᵀ for `count` experts on their share of `rows`, without communication. Saves its input or, with `again_bytes`, has
-    it recomputed in backward, which allocates that many bytes."""
+    """x·Wᵀ for experts on their share of `rows`. Saves its input or, with `again_bytes`, has it recomputed in backward,
+    which allocates that many bytes."""
+    name, in_features, out_features, count = projection
     gradients = weight_gradients(context, name, in_features * out_features, 0)
     if context.experts is not None and context.experts.placeholders_anew and not (gradients or context.frozen):
         gradients = [WeightGradient(f"{name}.placeholder", in_features * out_features * context.element_bytes)]
@@ -150,7 +147,7 @@ def _expert_linear(
         forward_temporary_bytes=other_layout_bytes(context, rows * in_features),
         backward_temporary_bytes=(again_bytes or 0) + quantized,
     )
-    return add_to_tokens(tape, x, base, context, name, rows, (in_features, out_features), count)
+    return add_to_tokens(tape, x, base, context, projection, rows)
 
 
 def _recomputed_activation(
@@ -210,16 +207,14 @@ def _shared_expert(tape: Tape, x: Tensor, context: MegatronContext, experts: Exp
         gathered = x
         if context.groups.sequence_parallel:
             gathered = tape.operation("shared_experts.all_gather", [x], context.gathered_bytes)
-        projected = _expert_linear(
-            tape, gathered, context.rows, context.hidden, inner, context, 1, "shared_experts.linear_fc1"
-        )
+        first = TokenProjection("shared_experts.linear_fc1", context.hidden, inner)
+        projected = _expert_linear(tape, gathered, context.rows, first, context)
     else:
         projected = column_linear(tape, x, context, inner, "shared_experts.linear_fc1", False)
     activated = _activation(tape, projected, context.rows * experts.shared_ffn * context.element_bytes, context)
     if experts.overlap_shared:
-        output = _expert_linear(
-            tape, activated, context.rows, experts.shared_ffn, context.hidden, context, 1, "shared_experts.linear_fc2"
-        )
+        second = TokenProjection("shared_experts.linear_fc2", experts.shared_ffn, context.hidden)
+        output = _expert_linear(tape, activated, context.rows, second, context)
         if context.groups.sequence_parallel:
             output = tape.operation("shared_experts.reduce_scatter", [output], context.stream_bytes)
     else:
