@@ -32,8 +32,7 @@ from peakcast.dialects.shell.shell_tree import (
 from peakcast.dialects.shell.slurm import slurm_variables
 from peakcast.dialects.shell.values import is_whole
 
-MOST_STEPS = 20_000
-"""Most statements that are followed, including repetitions in loops and functions."""
+MOST_STEPS = 20_000  # statements that are followed, including repetitions in loops and functions
 MOST_BLOCKS = 40
 """Depth up to which nested blocks, functions and conditions are followed."""
 _WITHOUT_EFFECT = names(": echo printf mkdir cd set unset exit return module true wait sleep")
