@@ -105,8 +105,9 @@ def configuration(job: TrainingJob) -> dict[str, Any]:
 
 
 def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
-    """The run of `job` on `device`. Stage 3 partitions each weight when it is made: transformers makes networks in that
-    way, peft does not make its adapters so. Raises: CollectorError for jobs that cannot be run here."""
+    """The run of `job` on `device`. Stage 3 partitions each weight when it is made, unless `partitions_as_made` is false:
+    transformers makes networks in that way, peft does not make its adapters so. Raises: CollectorError for jobs that cannot
+    be run here."""
     check(job)
     import deepspeed
     import torch.utils._device
@@ -124,7 +125,8 @@ def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
             activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=True),
         )
     config = configuration(job)
-    splits = job.parallelism.zero_stage == 3 and not job.finetuning.quantization
+    as_made = job.parallelism.zero_stage == 3 and bool(conventions(job)["partitions_as_made"])
+    splits = as_made and not job.finetuning.quantization
     # torch remembers functions as they are now, not what zero.Init puts in their places meanwhile
     torch.utils._device._device_constructors()
     importlib.import_module("torch._dynamo")  # which transformers loads with a network, and which refuses the others

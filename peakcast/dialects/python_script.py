@@ -95,6 +95,7 @@ def values_of(calls: Sequence[FunctionCall], source: str) -> dict[str, Any]:
     asked = prepared.keywords.get("use_gradient_checkpointing", True) is True
     names["checkpoints"] = asked or "gradient_checkpointing_enable" in last
     names["cut_at"] = _longest_text(calls)
+    names["loads_first"] = bool(loaders) and calls.index(loader) < calls.index(chosen)
     return {ROLE: {**names, "not_given": lost, "versions": versions, "standby": sleeps}, **plain}
 
 
@@ -129,6 +130,8 @@ def from_python_script(pasted: Pasted) -> Translation:
         if key not in ("model", "adapter", "quantization", "training", "trainer", ROLE):
             notes.unknown.append(key)
     settings = Settings(parts.get("model", {}), notes, "from_pretrained")
+    versions = {str(name): str(version) for name, version in _mapping(about.get("versions")).items()}
+    about["versions"] = versions | dict(pasted.versions.given)
     unsloth = str(about.get("loader", "")).rpartition(".from")[0].rpartition(".")[2].startswith("Fast")
     training = {key: value for key, value in parts.get("training", {}).items() if key != "_target_"}
     training |= {key: value for key, value in parts.get("trainer", {}).items() if key in ON_TRAINERS and value is not None}
@@ -146,14 +149,15 @@ def from_python_script(pasted: Pasted) -> Translation:
     whose = Whose(bool(method), True, f"TRL's by {config}" if method else f"transformers' own by {config}")
     if not method:
         _length_of_texts(about, training, notes)
-    versions = {"unsloth": NEWEST_UNSLOTH} if unsloth else {}
-    versions |= {str(name): str(version) for name, version in _mapping(about.get("versions")).items()}
-    asked = replace(pasted.versions, given=FrozenMapping({**versions, **pasted.versions.given}))
+    usual = {"unsloth": NEWEST_UNSLOTH} if unsloth else {}
+    asked = replace(pasted.versions, given=FrozenMapping({**usual, **versions, **pasted.versions.given}))
     program = f"{method}.py" if method else ""
     inner = replace(pasted, values=training, companions=companions, versions=asked, program=program)
     job = notes.include(from_parts(inner, "training", whose))
     if about.get("widens"):
         job = _widened(job, notes)
+    if about.get("loads_first"):
+        job = _partitioned_later(job, notes)
     settings.note_left(_MODEL)
     return notes.finish(job)
 
@@ -229,6 +233,20 @@ def _widened(job: TrainingJob, notes: Notes) -> TrainingJob:
         "more",
     )
     return job
+
+
+def _partitioned_later(job: TrainingJob, notes: Notes) -> TrainingJob:
+    """`job` of a program that loads the network before it makes its training arguments: transformers does not know of
+    ZeRO-3 by then, so that the network is not made within `zero.Init` (4.40, 5.17 integrations/deepspeed.py)."""
+    if job.parallelism.zero_stage < 3:
+        return job
+    notes.warnings.append(
+        "The network is loaded before the training arguments are made, so DeepSpeed does not replace its linear layers, "
+        "and weights that ZeRO-3 has gathered stay on the GPU from forward to backward; make the arguments first.",
+        "deepspeed",
+    )
+    options = {**job.framework_options, "partitions_as_made": False}
+    return job.replace(framework_options=FrozenMapping(options))
 
 
 def _generation(settings: Settings, training: dict[str, Any], about: Mapping[str, Any]) -> None:

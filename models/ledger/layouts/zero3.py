@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.gradient_tensors import lm_head_gradients
@@ -45,8 +46,17 @@ class Zero3Settings(ZeroSettings):
     offloads_parameters: bool
     reassigns: bool
     """As in `Zero3Engine`."""
-    transposes: bool
-    """Whether the network's matrices are stored transposed, so that a product reads a view (`transposes_weight`)."""
+    viewed: Literal["", "layers", "all"]
+    """Which matrices products read through a view, which autograd keeps: those of the layers, if the network stores them
+    transposed (`transposes_weight`); the head too, if DeepSpeed has not replaced torch's Linear (`matmul(weight.t())`)."""
+
+
+def _viewed(tensors: Iterable[StoredTensor], which: str) -> Iterator[StoredTensor]:
+    """The matrices of `Zero3Settings.viewed`."""
+    for tensor in tensors:
+        layers = tensor.block not in (BlockKind.EMBEDDING, BlockKind.HEAD) and not tensor.of_adapter
+        if len(tensor.shape) > 1 and ((which == "all" and not tensor.is_token_table) or (which == "layers" and layers)):
+            yield tensor
 
 
 class Zero3(Partitions):
@@ -62,8 +72,7 @@ class Zero3(Partitions):
         self._gathers, self._reduces = (GATHERING, REDUCING) if settings.overlaps else (0, 0)
         self.offloads_parameters = settings.offloads_parameters
         self._modules = modules
-        matrices = (t for t in tensors if len(t.shape) > 1 and t.block not in (BlockKind.EMBEDDING, BlockKind.HEAD))
-        self._viewed = {t for t in matrices if settings.transposes and not t.of_adapter}
+        self._viewed = set(_viewed(tensors, settings.viewed))
         """The matrices that products read through a view."""
         self._coordinators: dict[bool, Coordinator] = {}
         """By whether the step is the training's first."""
