@@ -119,7 +119,7 @@ def _named(loader: FunctionCall, trainer: FunctionCall) -> dict[str, Any]:
 def from_python_script(pasted: Pasted) -> Translation:
     """The job of a Python program. Raises: SpecError naming the argument, its value, the rule and the way out."""
     notes = Notes()
-    about = _mapping(pasted.values.get(ROLE))
+    about = dict(_mapping(pasted.values.get(ROLE)))
     if not about:
         raise SpecError(
             f"{pasted.where} is no Python program; give the program itself, or its settings with another --dialect.",

@@ -8,10 +8,12 @@ import sys
 import pytest
 
 from peakcast.core.errors import SpecError
+from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.opening import opened
 from peakcast.dialects.python.calls import NotGiven, calls_of
 from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
+from peakcast.jobs.conventions import conventions
 
 TRAINING = """
 import torch
@@ -96,6 +98,24 @@ def test_a_loader_of_transformers_4_loads_float32():
     whole = TRAINING.replace("quantization_config=bits, ", "")
     assert translation_of(f"# pip install transformers==4.56.2\n{whole}").job.precision.parameters == "float32"
     assert translation_of(whole).job.precision.parameters == "bfloat16"
+    asked = ReadOptions(versions=asked_versions({"transformers": "4.40.0"}))  # as `--versions` asks
+    assert translation_of(whole, asked).job.precision.parameters == "float32"
+
+
+@pytest.mark.parametrize(("stage", "first", "as_made"), [(3, True, False), (3, False, True), (2, True, True)])
+def test_a_network_that_is_loaded_before_its_training_arguments_is_partitioned_later(tmp_path, stage, first, as_made):
+    """transformers learns of ZeRO-3 from the training arguments (gpjt/fine-tune-2024-04 loads before it makes them)."""
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}))
+    lines = [
+        "model = AutoModelForCausalLM.from_pretrained('meta-llama/Llama-3.2-1B')",
+        "args = TrainingArguments('out', bf16=True, deepspeed='ds.json')",
+    ]
+    program = "\n".join([*(lines if first else reversed(lines)), "Trainer(model, args).train()"])
+    (tmp_path / "train.py").write_text(f"from transformers import *\n{program}\n")
+    read = translation_of(tmp_path / "train.py", ReadOptions(num_gpus=4))
+    assert read.job.parallelism.zero_stage == stage
+    assert conventions(read.job)["partitions_as_made"] is as_made
+    assert any("make the arguments first" in sentence for sentence in read.warnings) is not as_made
 
 
 def test_values_are_followed_through_names_and_defaults():

@@ -57,8 +57,8 @@ def test_before_4_53_all_layers_share_one_mask_of_numbers() -> None:
 
 @pytest.mark.parametrize(("release", "shared"), [("4.52.4", True), ("4.53.0", False)])
 def test_rows_of_a_mask_are_padded_to_multiples_of_8_for_each_layer(release: str, *, shared: bool) -> None:
-    """torch `attention.cpp` preprocess_mask. Published: gpjt/fine-tune-2024-04 at 179f7ac9, Qwen1.5-0.5B with 24 layers under
-    ZeRO-3, has 13,931 MiB at 2,000 tokens and 14,116 at 2,001, of which 24 × 2,001 × 2,008 × 2 bytes are 184 MiB."""
+    """torch `attention.cpp` preprocess_mask. Published: gpjt/fine-tune-2024-04 at 179f7ac9, Qwen1.5-0.5B with 24 layers has
+    13,931 MiB at 2,000 tokens and 14,116 at 2,001, of which 24 × 2,001 × 2,008 × 2 bytes are 184 MiB."""
     aligned, odd = ({"batch": {"form": "masked"}, "sequence_length": length} for length in (256, 257))
     masks = [BATCH * 256 * 256 * 2, BATCH * 257 * 264 * 2]
     per_token = (kept(release, sequence_length=256) - kept(release, sequence_length=128)) // 128
