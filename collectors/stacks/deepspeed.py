@@ -16,7 +16,7 @@ from typing import Any
 from peakcast.collectors.stacks import huggingface
 from peakcast.collectors.stacks.huggingface_training import MAX_GRAD_NORM, HuggingFaceTraining, causal_model
 from peakcast.core.errors import CollectorError
-from peakcast.jobs.conventions import conventions
+from peakcast.jobs.conventions import conventions, replaces_linear
 from peakcast.jobs.spec import Parallelism, TrainingJob
 
 DETAILS = (
@@ -87,6 +87,8 @@ def configuration(job: TrainingJob) -> dict[str, Any]:
     layout, half = job.parallelism, {"bfloat16": "bf16", "float16": "fp16"}.get(job.precision.parameters)
     zero: dict[str, Any] = {"stage": layout.zero_stage, **{name: chosen[name] for name in DETAILS}}
     zero["stage3_param_persistence_threshold"] = chosen["stage3_param_persistence_threshold"]
+    if layout.zero_stage == 3 and not replaces_linear(job):
+        zero["memory_efficient_linear"] = False
     if chosen["overlap_comm"] != "auto":
         zero["overlap_comm"] = chosen["overlap_comm"]
     if job.offload.optimizer:

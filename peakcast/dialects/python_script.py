@@ -22,6 +22,7 @@ from peakcast.dialects.huggingface.trl_adapters import prepared_for_kbit_trainin
 from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH
 from peakcast.dialects.huggingface.whose_trainer import Whose
 from peakcast.dialects.python.calls import FunctionCall, NotGiven, plain_value
+from peakcast.jobs.conventions import replaces_linear
 from peakcast.jobs.spec import TrainingJob
 
 CONFIGS = {
@@ -240,13 +241,15 @@ def _partitioned_later(job: TrainingJob, notes: Notes) -> TrainingJob:
     ZeRO-3 by then, so that the network is not made within `zero.Init` (4.40, 5.17 integrations/deepspeed.py)."""
     if job.parallelism.zero_stage < 3:
         return job
-    notes.warnings.append(
-        "The network is loaded before the training arguments are made, so DeepSpeed does not replace its linear layers, "
-        "and weights that ZeRO-3 has gathered stay on the GPU from forward to backward; make the arguments first.",
-        "deepspeed",
-    )
-    options = {**job.framework_options, "partitions_as_made": False}
-    return job.replace(framework_options=FrozenMapping(options))
+    job = job.replace(framework_options=FrozenMapping({**job.framework_options, "partitions_as_made": False}))
+    if not replaces_linear(job):
+        notes.warnings.append(
+            "The network is loaded before the training arguments are made, so DeepSpeed before 0.19.4 does not replace its "
+            "linear layers, and weights that ZeRO-3 has gathered stay on the GPU from forward to backward; make the "
+            "arguments first.",
+            "deepspeed",
+        )
+    return job
 
 
 def _generation(settings: Settings, training: dict[str, Any], about: Mapping[str, Any]) -> None:

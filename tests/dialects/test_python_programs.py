@@ -112,10 +112,14 @@ def test_a_network_that_is_loaded_before_its_training_arguments_is_partitioned_l
     ]
     program = "\n".join([*(lines if first else reversed(lines)), "Trainer(model, args).train()"])
     (tmp_path / "train.py").write_text(f"from transformers import *\n{program}\n")
-    read = translation_of(tmp_path / "train.py", ReadOptions(num_gpus=4))
+    asked = ReadOptions(num_gpus=4, versions=asked_versions({"deepspeed": "0.18.4"}))
+    read = translation_of(tmp_path / "train.py", asked)
     assert read.job.parallelism.zero_stage == stage
     assert conventions(read.job)["partitions_as_made"] is as_made
-    assert any("make the arguments first" in sentence for sentence in read.warnings) is not as_made
+    warned = " ".join(read.warnings)
+    assert ("make the arguments first" in warned) is not as_made
+    newest = translation_of(tmp_path / "train.py", ReadOptions(num_gpus=4))
+    assert "make the arguments first" not in " ".join(newest.warnings)  # 0.19.4 replaces torch's Linear in any network
 
 
 def test_values_are_followed_through_names_and_defaults():

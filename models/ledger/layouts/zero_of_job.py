@@ -81,7 +81,7 @@ def _zero3(
             leaf="mlp" if family.libraries.deepspeed_leaf else "",
             family=job.architecture.model_type,
         )
-    replaces = bool(chosen["partitions_as_made"])
+    replaces = bool(chosen["partitions_as_made"] or chosen["replaces_linear_late"])
     settings = Zero3Settings(
         ranks=job.parallelism.data_parallel_size,
         element_bytes=int(DTYPE_BYTES[job.precision.parameters]),

@@ -288,8 +288,9 @@ ZERO = Section(
             "configuration enables bf16 or fp16, weights are narrow and precision.main_parameters is 'float32'."),
     more("finetuning.method", job.zero3 & differs("adapters under ZeRO-3") & job.adapts,
          "without adapters on GPT-Neo only, whose frozen weights stay gathered longer in backward."),
-    unknown("framework_options", job.zero3 & job.adapts & option("partitions_as_made", False),
-            "with adapters only where the network is made under zero.Init (training arguments before from_pretrained)."),
+    unknown("framework_options", job.zero3 & job.adapts & job.keeps_torchs_linear,
+            "with adapters only where DeepSpeed has replaced torch's Linear: make training arguments before "
+            "from_pretrained, or take DeepSpeed 0.19.4."),
     unknown(_STAGE, job.zero3 & job.experts & job.some_layers,
             "with experts only where every layer is checkpointed, or none."),
     unknown(_STAGE, job.experts & ~setting("precision.parameters", "bfloat16"),

@@ -361,14 +361,20 @@ def test_before_0_17_the_host_returns_its_partition_in_float32(job, release, siz
 
 def test_weights_stay_where_the_network_was_loaded_before_zero_init_could_make_it(job):
     """torch's own Linear saves `weight.t()`, a view, so that a release frees nothing from forward to backward; only the
-    token table's goes. Published: gpjt/fine-tune-2024-04 at 948adb92, Llama-3-8B on 8 GPUs, 49,086 MiB, of which 14 GB are
-    such weights."""
+    token table's goes. DeepSpeed 0.19.4 replaces it when it partitions a finished network too. Published:
+    gpjt/fine-tune-2024-04 at 948adb92, Llama-3-8B on 8 GPUs, 49,086 MiB, of which 14 GB are such weights."""
     sizes = {"stage3_param_persistence_threshold": 256, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-    made, loaded = (
-        ledger(job("zero3", framework_options=FrozenMapping({**sizes, "partitions_as_made": as_made})))
-        for as_made in (True, False)
+    made, loaded, newer = (
+        ledger(
+            job(
+                "zero3",
+                framework_options=FrozenMapping({**sizes, "partitions_as_made": as_made}),
+                versions=FrozenMapping({"deepspeed": release}),
+            )
+        )
+        for as_made, release in ((True, "0.18.4"), (False, "0.18.4"), (False, "0.19.4"))
     )
     matrices = (P - 5 * 256 - 1024 * 256) * BF16
     bucket = 500_000_000 * BF16
     assert most(loaded, BUFFERS, Phase.LOSS) == matrices + bucket
-    assert most(made, BUFFERS, Phase.LOSS) < matrices + bucket
+    assert most(made, BUFFERS, Phase.LOSS) == most(newer, BUFFERS, Phase.LOSS) < matrices + bucket
