@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.gradient_tensors import lm_head_gradients
@@ -46,17 +45,17 @@ class Zero3Settings(ZeroSettings):
     offloads_parameters: bool
     reassigns: bool
     """As in `Zero3Engine`."""
-    viewed: Literal["", "layers", "all"]
-    """Which matrices products read through a view, which autograd keeps: those of the layers, if the network stores them
-    transposed (`transposes_weight`); the head too, if DeepSpeed has not replaced torch's Linear (`matmul(weight.t())`)."""
+    views_layers: bool
+    """Whether products read the matrices of layers through a view, which autograd keeps: if the network stores them
+    transposed (`transposes_weight`), or DeepSpeed has not replaced torch's Linear (`matmul(weight.t())`)."""
+    views_head: bool
+    """As `views_layers`, of the lm_head."""
 
-
-def _viewed(tensors: Iterable[StoredTensor], which: str) -> Iterator[StoredTensor]:
-    """The matrices of `Zero3Settings.viewed`."""
-    for tensor in tensors:
-        layers = tensor.block not in (BlockKind.EMBEDDING, BlockKind.HEAD) and not tensor.of_adapter
-        if len(tensor.shape) > 1 and ((which == "all" and not tensor.is_token_table) or (which == "layers" and layers)):
-            yield tensor
+    def views(self, tensor: StoredTensor) -> bool:
+        """Whether products read `tensor` through a view."""
+        if len(tensor.shape) < 2 or tensor.of_adapter or tensor.block is BlockKind.EMBEDDING:
+            return False
+        return self.views_head if tensor.block is BlockKind.HEAD else self.views_layers
 
 
 class Zero3(Partitions):
@@ -72,7 +71,7 @@ class Zero3(Partitions):
         self._gathers, self._reduces = (GATHERING, REDUCING) if settings.overlaps else (0, 0)
         self.offloads_parameters = settings.offloads_parameters
         self._modules = modules
-        self._viewed = set(_viewed(tensors, settings.viewed))
+        self._viewed = {tensor for tensor in tensors if settings.views(tensor)}
         """The matrices that products read through a view."""
         self._coordinators: dict[bool, Coordinator] = {}
         """By whether the step is the training's first."""

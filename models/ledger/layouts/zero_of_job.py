@@ -93,6 +93,7 @@ def _zero3(
         overlaps=_overlaps(chosen, 3),
         offloads_parameters=job.offload.parameters,
         reassigns=bool(chosen["reassigns_recomputed_weights"]),
-        viewed="all" if not replaces else "layers" if family.linear.transposes_weight else "",
+        views_layers=family.linear.transposes_weight or not (replaces or family.linear.conv1d),
+        views_head=not replaces,
     )
     return Zero3(tensors, settings, modules)
