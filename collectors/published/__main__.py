@@ -14,6 +14,7 @@ from pathlib import Path
 
 from peakcast.collectors.published.axolotl_examples import read_axolotl_examples
 from peakcast.collectors.published.counts import counts_page
+from peakcast.collectors.published.deepspeed_trainer import read_deepspeed_trainer
 from peakcast.collectors.published.device_constants import read_device_constants, write_readings
 from peakcast.collectors.published.fms_a100 import read_fms_a100
 from peakcast.collectors.published.fms_history import read_fms_history
@@ -39,6 +40,7 @@ from peakcast.measurements.store import CONSTANTS_FOLDER, write_csv
 
 READERS: dict[str, Callable[[Path], list[Measurement]]] = {
     "axolotl_examples.jsonl": read_axolotl_examples,
+    "deepspeed_trainer.jsonl": read_deepspeed_trainer,
     "fms_a100.csv": read_fms_a100,
     "fms_history.jsonl": read_fms_history,
     "fsdp_qlora.jsonl": read_fsdp_qlora,

@@ -16,7 +16,7 @@ from typing import Any
 from peakcast.collectors.stacks import huggingface
 from peakcast.collectors.stacks.huggingface_training import MAX_GRAD_NORM, HuggingFaceTraining, causal_model
 from peakcast.core.errors import CollectorError
-from peakcast.jobs.conventions import conventions
+from peakcast.jobs.conventions import conventions, replaces_linear
 from peakcast.jobs.spec import Parallelism, TrainingJob
 
 DETAILS = (
@@ -87,6 +87,8 @@ def configuration(job: TrainingJob) -> dict[str, Any]:
     layout, half = job.parallelism, {"bfloat16": "bf16", "float16": "fp16"}.get(job.precision.parameters)
     zero: dict[str, Any] = {"stage": layout.zero_stage, **{name: chosen[name] for name in DETAILS}}
     zero["stage3_param_persistence_threshold"] = chosen["stage3_param_persistence_threshold"]
+    if layout.zero_stage == 3 and not replaces_linear(job):
+        zero["memory_efficient_linear"] = False
     if chosen["overlap_comm"] != "auto":
         zero["overlap_comm"] = chosen["overlap_comm"]
     if job.offload.optimizer:
@@ -105,8 +107,9 @@ def configuration(job: TrainingJob) -> dict[str, Any]:
 
 
 def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
-    """The run of `job` on `device`. Stage 3 partitions each weight when it is made: transformers makes networks in that
-    way, peft does not make its adapters so. Raises: CollectorError for jobs that cannot be run here."""
+    """The run of `job` on `device`. Stage 3 partitions each weight when it is made, unless `partitions_as_made` is false:
+    transformers makes networks in that way, peft does not make its adapters so. Raises: CollectorError for jobs that cannot
+    be run here."""
     check(job)
     import deepspeed
     import torch.utils._device
@@ -124,7 +127,8 @@ def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
             activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=True),
         )
     config = configuration(job)
-    splits = job.parallelism.zero_stage == 3 and not job.finetuning.quantization
+    as_made = job.parallelism.zero_stage == 3 and bool(conventions(job)["partitions_as_made"])
+    splits = as_made and not job.finetuning.quantization
     # torch remembers functions as they are now, not what zero.Init puts in their places meanwhile
     torch.utils._device._device_constructors()
     importlib.import_module("torch._dynamo")  # which transformers loads with a network, and which refuses the others

@@ -6,7 +6,7 @@ from __future__ import annotations
 from peakcast.core.fields import FrozenMapping, build, to_mapping
 from peakcast.dialects.common.own_networks import LITGPT, TORCHTUNE, library_of, of_any_release, own_network
 from peakcast.jobs.allocator_settings import Allocator
-from peakcast.jobs.conventions import DRIVEN_BY, adapter_dtype, conventions, mixes_precision
+from peakcast.jobs.conventions import DRIVEN_BY, adapter_dtype, conventions, mixes_precision, replaces_linear
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.parallelism import Parallelism
 from peakcast.jobs.spec import Finetuning, Offload, Optimizer, Precision, TrainingJob
@@ -35,7 +35,7 @@ def regime(job: TrainingJob) -> TrainingJob:
         sequence_length=1,
         decoder_sequence_length=None,
         gradient_accumulation_steps=1,
-        parallelism=Parallelism(zero_stage=3) if job.parallelism.zero_stage == 3 and adapts else Parallelism(),
+        parallelism=Parallelism(zero_stage=3) if adapts and replaces_linear(job) else Parallelism(),
         optimizer=Optimizer(),
         offload=Offload(activations=job.offload.activations),
         allocator=Allocator(),

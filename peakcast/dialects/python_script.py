@@ -22,6 +22,7 @@ from peakcast.dialects.huggingface.trl_adapters import prepared_for_kbit_trainin
 from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH
 from peakcast.dialects.huggingface.whose_trainer import Whose
 from peakcast.dialects.python.calls import FunctionCall, NotGiven, plain_value
+from peakcast.jobs.conventions import replaces_linear
 from peakcast.jobs.spec import TrainingJob
 
 CONFIGS = {
@@ -95,6 +96,7 @@ def values_of(calls: Sequence[FunctionCall], source: str) -> dict[str, Any]:
     asked = prepared.keywords.get("use_gradient_checkpointing", True) is True
     names["checkpoints"] = asked or "gradient_checkpointing_enable" in last
     names["cut_at"], names["targets_cut_at"] = _longest_texts(calls)
+    names["loads_first"] = bool(loaders) and calls.index(loader) < calls.index(chosen)
     return {ROLE: {**names, "not_given": lost, "versions": versions, "standby": sleeps}, **plain}
 
 
@@ -150,14 +152,16 @@ def from_python_script(pasted: Pasted) -> Translation:
     whose = Whose(bool(method), True, f"TRL's by {config}" if method else f"transformers' own by {config}")
     if not method:
         _length_of_texts(about, training, notes)
-    versions = {"unsloth": NEWEST_UNSLOTH} if unsloth else {}
-    versions |= {str(name): str(version) for name, version in _mapping(about.get("versions")).items()}
-    asked = replace(pasted.versions, given=FrozenMapping({**versions, **pasted.versions.given}))
+    versions = {str(name): str(version) for name, version in _mapping(about.get("versions")).items()}
+    usual = {"unsloth": NEWEST_UNSLOTH} if unsloth else {}
+    asked = replace(pasted.versions, given=FrozenMapping({**usual, **versions, **pasted.versions.given}))
     program = f"{method}.py" if method else ""
     inner = replace(pasted, values=training, companions=companions, versions=asked, program=program)
     job = notes.include(from_parts(inner, "training", whose))
     if about.get("widens"):
         job = _widened(job, notes)
+    if about.get("loads_first"):
+        job = _partitioned_later(job, notes)
     settings.note_left(_MODEL)
     return notes.finish(job)
 
@@ -233,6 +237,22 @@ def _widened(job: TrainingJob, notes: Notes) -> TrainingJob:
         "prepare_model_for_kbit_training",
         "more",
     )
+    return job
+
+
+def _partitioned_later(job: TrainingJob, notes: Notes) -> TrainingJob:
+    """`job` of a program that loads the network before it makes its training arguments: transformers does not know of
+    ZeRO-3 by then, so that the network is not made within `zero.Init` (4.40, 5.17 integrations/deepspeed.py)."""
+    if job.parallelism.zero_stage < 3:
+        return job
+    job = job.replace(framework_options=FrozenMapping({**job.framework_options, "partitions_as_made": False}))
+    if not replaces_linear(job):
+        notes.warnings.append(
+            "The network is loaded before the training arguments are made, so DeepSpeed before 0.19.4 does not replace its "
+            "linear layers, and weights that ZeRO-3 has gathered stay on the GPU from forward to backward; make the "
+            "arguments first.",
+            "deepspeed",
+        )
     return job
 
 

@@ -75,18 +75,29 @@ def fuses_loss(job: TrainingJob) -> bool:
     return conventions(job).get("loss_kernel") in ("fused_linear", "chunked")
 
 
+def replaces_linear(job: TrainingJob) -> bool:
+    """Whether DeepSpeed's Linear stands in for torch's: stage 3 puts it there when the network is made within `zero.Init`
+    (runtime/zero/partition_parameters.py `_enable_mem_efficient_linear`), newer releases also when it partitions a
+    finished one."""
+    chosen = conventions(job)
+    early, late = (bool(chosen.get(name, True)) for name in ("partitions_as_made", "replaces_linear_late"))
+    return job.parallelism.zero_stage == 3 and (early or late)
+
+
 def adapter_dtype(job: TrainingJob) -> str:
     """The dtype of adapters. DeepSpeed's engine casts them to the network's dtype; since 0.19.2 not those that stage 3 has
     partitioned (runtime/engine.py `_cast_module_mixed_precision`), which TRL's trainers make so themselves (trl 1.16.0,
     `if args.deepspeed_plugin.zero_stage == 3`)."""
-    whole = job.finetuning.quantization is not None  # transformers does not partition such networks while it makes them
-    cast = job.loss.kind != "cross_entropy" or whole or bool(conventions(job).get("casts_partitioned_weights"))
+    chosen_first = conventions(job)
+    # transformers does not partition quantised networks while it makes them
+    whole = job.finetuning.quantization is not None or not chosen_first.get("partitions_as_made", True)
+    cast = job.loss.kind != "cross_entropy" or whole or bool(chosen_first.get("casts_partitioned_weights"))
     stages = (1, 2, 3) if cast else (1, 2)
     if job.parallelism.zero_stage in stages:
         return job.precision.parameters
     chosen: str = job.finetuning.adapter_dtype or conventions(job).get("adapter_dtype", "float32")
     if chosen == "base_layer":
-        return "float32" if whole else job.precision.parameters
+        return "float32" if job.finetuning.quantization is not None else job.precision.parameters
     return chosen
 
 

@@ -13,6 +13,7 @@ from peakcast.dialects.opening import opened
 from peakcast.dialects.python.calls import NotGiven, calls_of
 from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
+from peakcast.jobs.conventions import conventions
 
 TRAINING = """
 import torch
@@ -141,6 +142,26 @@ def test_an_evaluation_of_a_classifier_needs_less_than_its_training():
         for size in ("48", "512")
     ]
     assert said == [False, True]  # six times as many sequences, one of twelve layers at a time
+
+
+@pytest.mark.parametrize(("stage", "first", "as_made"), [(3, True, False), (3, False, True), (2, True, True)])
+def test_a_network_that_is_loaded_before_its_training_arguments_is_partitioned_later(tmp_path, stage, first, as_made):
+    """transformers learns of ZeRO-3 from the training arguments (gpjt/fine-tune-2024-04 loads before it makes them)."""
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}))
+    lines = [
+        "model = AutoModelForCausalLM.from_pretrained('meta-llama/Llama-3.2-1B')",
+        "args = TrainingArguments('out', bf16=True, deepspeed='ds.json')",
+    ]
+    program = "\n".join([*(lines if first else reversed(lines)), "Trainer(model, args).train()"])
+    (tmp_path / "train.py").write_text(f"from transformers import *\n{program}\n")
+    asked = ReadOptions(num_gpus=4, versions=asked_versions({"deepspeed": "0.18.4"}))
+    read = translation_of(tmp_path / "train.py", asked)
+    assert read.job.parallelism.zero_stage == stage
+    assert conventions(read.job)["partitions_as_made"] is as_made
+    warned = " ".join(read.warnings)
+    assert ("make the arguments first" in warned) is not as_made
+    newest = translation_of(tmp_path / "train.py", ReadOptions(num_gpus=4))
+    assert "make the arguments first" not in " ".join(newest.warnings)  # 0.19.4 replaces torch's Linear in any network
 
 
 def test_values_are_followed_through_names_and_defaults():

@@ -17,6 +17,7 @@ from peakcast.jobs.conventions import (
     conventions,
     makes_whole_logits,
     mixes_precision,
+    replaces_linear,
     scores_tokens,
     token_scores,
 )
@@ -168,7 +169,7 @@ def _linears(job: TrainingJob, convention: Mapping[str, Any]) -> Linears:
         float8=job.precision.compute == "float8" and not as_bfloat16,
         float8_kept=str(convention.get("float8_weights_kept", "gathered")),
         gathered_in_float8=bool(convention.get("fsdp_float8_all_gather")) and job.parallelism.num_replicas > 1,
-        keep_input=job.parallelism.zero_stage == 3,
+        keep_input=replaces_linear(job),
         quantized_keep_input=bool(convention.get("quantized_linears_keep_input")),
         quantized_head=bool(convention.get("quantized_lm_head")),
         quantized=_quantized(job, convention),

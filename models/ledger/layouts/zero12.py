@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.gradient_tensors import lm_head_gradients, tensors_of_gradients
 from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
-from peakcast.models.ledger.layouts.zero import BUFFERS, REDUCING, Partitions, ZeroSettings, made_at
+from peakcast.models.ledger.layouts.zero import BUFFERS, MAIN_BYTES, REDUCING, Partitions, ZeroSettings, made_at
 from peakcast.models.ledger.layouts.zero12_bucket import Arrival, Zero12Bucket
 from peakcast.models.ledger.layouts.zero12_division import Division
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
@@ -56,16 +57,35 @@ class SharedTable:
         return not self._between
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero12Settings(ZeroSettings):
+    """What all stages read, and what only stages 1 and 2 read."""
+
+    bucket_first: bool
+    """Whether the bucket is made before backward begins (`backward_prologue`), and not at the first gradient
+    (`setup_buckets`)."""
+    clones_large: bool
+    """Whether a gradient that is larger than the bucket is cloned if the optimizer is on the host."""
+    overflow_bytes: int
+    """Bytes per element that looking for infinite elements allocates (`has_inf_or_nan`), of each of this rank's gradients
+    if the optimizer is on the host (`copy_grads_in_partition`)."""
+
+    returns_wide: bool
+    """Whether the host's updated fp32 partition comes to the GPU as it is, to be narrowed there."""
+
+
 class Zero12(Partitions):
     """Stages 1 and 2: every rank has all weights in flat buffers, and one partition of main copies and states. `rank`: the
     rank whose partition this is. Source: `reduce_independent_p_g_buckets_and_remove_grads`, `average_tensor`,
     `copy_grads_in_partition`."""
 
     def __init__(
-        self, tensors: Sequence[StoredTensor], settings: ZeroSettings, *, stage: int, rank: int, round_robin: bool
+        self, tensors: Sequence[StoredTensor], settings: Zero12Settings, *, stage: int, rank: int, round_robin: bool
     ) -> None:
         super().__init__(tensors, settings)
         self.stage = stage
+        self._bucket_first, self._clones = settings.bucket_first, settings.offloads and settings.clones_large
+        self._overflow_bytes, self._returns_wide = settings.overflow_bytes, settings.returns_wide
         self.rank = rank
         two_buckets = self.buckets.num_reduce > 1
         self._overlaps = stage == 1 and two_buckets
@@ -123,6 +143,10 @@ class Zero12(Partitions):
 
     # -- a gradient is ready ----------------------------------------------------------------------------------------------
 
+    def before_backward(self, step: Step, module: str) -> None:
+        if self._bucket_first and not self._until_reduced:
+            self._until_reduced = step.allocate("ipg_bucket", BUFFERS, self._bucket_bytes())
+
     def after_backward(self, step: Step, run: BlockRun) -> None:
         self._set_up_bucket(step, run)
         if self._reduces_in_backward():
@@ -138,14 +162,17 @@ class Zero12(Partitions):
 
     def _set_up_bucket(self, step: Step, run: BlockRun) -> None:
         """`setup_buckets`: the bucket is made at the first gradient, after the operation's temporaries are freed."""
-        weights = self.in_order(run.template)
-        if not weights or self._until_reduced or not self.contiguous:
+        weights, sizes = self.in_order(run.template), self._bucket_bytes()
+        if not weights or self._until_reduced or not sizes:
             return
-        sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
         made = made_at(run.template, weights[0])
         now = (run.backward_start or 0) + made
         step.hold("ipg_bucket", BUFFERS, sum(sizes) - self.ended_bytes(run, made), now, now + 1)
         self._until_reduced = step.allocate("ipg_bucket", BUFFERS, sizes, born=now + 1)
+
+    def _bucket_bytes(self) -> list[int]:
+        """Bytes of the buffers that make up the bucket; none if gradients wait where they are."""
+        return [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce if self.contiguous else []
 
     def _collect(self, step: Step, run: BlockRun) -> None:
         """Put the gradients of a block's backward into the bucket. If earlier micro-batches have left theirs, the new ones
@@ -194,7 +221,7 @@ class Zero12(Partitions):
 
     def _is_cloned(self, tensor: StoredTensor) -> bool:
         """Whether a gradient is cloned when it is ready (`_offload_gradient_safety_enabled`)."""
-        return self.offloads and not self._bucket.has_room_for(tensor)
+        return self._clones and not self._bucket.has_room_for(tensor)
 
     # -- the bucket is reduced --------------------------------------------------------------------------------------------
 
@@ -212,9 +239,11 @@ class Zero12(Partitions):
         dies = now + 2 if copied else now + 1  # the copy, if any, is freed before gradients go where they belong
         free += sum(self._free_outside(step, one, now, dies) for one in outside)
         if self.offloads and self._last:
-            parts = [mine for one in content if (mine := self.division.of(one.tensor).mine)]
+            mine = [(one.tensor.numel, part) for one in content if (part := self.division.of(one.tensor).mine)]
             at = now + 1 if copied else now
-            size = self.norm_in_backward(step, parts, at) - (0 if copied else gone)
+            size = self.norm_in_backward(step, [part for _, part in mine], at)
+            looked = max((whole * self._overflow_bytes for whole, _ in mine), default=0)  # after the norm
+            size = max(size, looked) - (0 if copied else gone)
             step.hold("norm.to_float64", Category.TEMPORARIES, size, at, at + 1)
             free += 0 if copied else max(size, 0)
         if not self.offloads and any(self.division.is_mine(one.tensor) for one in content):
@@ -303,3 +332,10 @@ class Zero12(Partitions):
     def before_update(self, step: Step, group: list[TrainedTensor]) -> None:
         super().before_update(step, group)
         step.free(self._own.in_place[group[0].decays].copy())
+
+    def release_gradients(self, step: Step) -> None:
+        """Where the host returns its partitions in fp32, they are on the GPU one after the other."""
+        super().release_gradients(step)
+        for group in self.groups if self.offloads and self._returns_wide else ():
+            now = step.moment("partition.returned", Phase.OPTIMIZER_STEP)
+            step.hold("partition.returned", Category.TEMPORARIES, self.partition(group) * MAIN_BYTES, now, now + 1)

@@ -45,8 +45,17 @@ class Zero3Settings(ZeroSettings):
     offloads_parameters: bool
     reassigns: bool
     """As in `Zero3Engine`."""
-    transposes: bool
-    """Whether the network's matrices are stored transposed, so that a product reads a view (`transposes_weight`)."""
+    views_layers: bool
+    """Whether products read the matrices of layers through a view, which autograd keeps: if the network stores them
+    transposed (`transposes_weight`), or DeepSpeed has not replaced torch's Linear (`matmul(weight.t())`)."""
+    views_head: bool
+    """As `views_layers`, of the lm_head."""
+
+    def views(self, tensor: StoredTensor) -> bool:
+        """Whether products read `tensor` through a view."""
+        if len(tensor.shape) < 2 or tensor.of_adapter or tensor.block is BlockKind.EMBEDDING:
+            return False
+        return self.views_head if tensor.block is BlockKind.HEAD else self.views_layers
 
 
 class Zero3(Partitions):
@@ -62,8 +71,7 @@ class Zero3(Partitions):
         self._gathers, self._reduces = (GATHERING, REDUCING) if settings.overlaps else (0, 0)
         self.offloads_parameters = settings.offloads_parameters
         self._modules = modules
-        matrices = (t for t in tensors if len(t.shape) > 1 and t.block not in (BlockKind.EMBEDDING, BlockKind.HEAD))
-        self._viewed = {t for t in matrices if settings.transposes and not t.of_adapter}
+        self._viewed = {tensor for tensor in tensors if settings.views(tensor)}
         """The matrices that products read through a view."""
         self._coordinators: dict[bool, Coordinator] = {}
         """By whether the step is the training's first."""

@@ -12,10 +12,10 @@ from peakcast.jobs.ranks import ranks_that_differ
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.layouts.looped_experts import expert_by_expert
-from peakcast.models.ledger.layouts.zero import Buckets, ZeroSettings
+from peakcast.models.ledger.layouts.zero import Buckets
 from peakcast.models.ledger.layouts.zero3 import Zero3, Zero3Settings
 from peakcast.models.ledger.layouts.zero3_modules import ModuleTurns, Zero3Modules
-from peakcast.models.ledger.layouts.zero12 import Zero12
+from peakcast.models.ledger.layouts.zero12 import Zero12, Zero12Settings
 from peakcast.networks.families import family_of
 
 
@@ -51,13 +51,17 @@ def _zero12(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[s
     if chosen.get("experts_implementation") == "loop":
         tensors = expert_by_expert(tensors)
     stage, offloads = job.parallelism.zero_stage, job.offload.optimizer
-    settings = ZeroSettings(
+    settings = Zero12Settings(
         ranks=job.parallelism.data_parallel_size,
         element_bytes=int(DTYPE_BYTES[job.precision.parameters]),
         buckets=_buckets(chosen, num_reduce=2 if _overlaps(chosen, stage) else 1),
         contiguous=bool(chosen.get("contiguous_gradients", True)) or offloads,
         offloads=offloads,
         biases_first=True,
+        bucket_first=bool(chosen["reduce_bucket_before_backward"]),
+        clones_large=bool(chosen["offload_clones_large_gradients"]),
+        returns_wide=bool(chosen["offload_returns_float32"]),
+        overflow_bytes=int(chosen["overflow_check_bytes"]),
     )
     this_rank = ranks_that_differ(job)[0] if rank is None else rank
     return Zero12(tensors, settings, stage=stage, rank=this_rank, round_robin=bool(chosen["round_robin_gradients"]))
@@ -77,17 +81,19 @@ def _zero3(
             leaf="mlp" if family.libraries.deepspeed_leaf else "",
             family=job.architecture.model_type,
         )
+    replaces = bool(chosen["partitions_as_made"] or chosen["replaces_linear_late"])
     settings = Zero3Settings(
         ranks=job.parallelism.data_parallel_size,
         element_bytes=int(DTYPE_BYTES[job.precision.parameters]),
         buckets=_buckets(chosen, num_reduce=1),
         contiguous=bool(chosen.get("contiguous_gradients", True)),
         offloads=job.offload.optimizer,
-        biases_first=family.linear.conv1d,  # DeepSpeed replaces torch's Linear, but not Conv1D
+        biases_first=family.linear.conv1d or not replaces,  # DeepSpeed replaces torch's Linear, but not Conv1D
         packs=not job.activation_checkpointing.use_reentrant,
         overlaps=_overlaps(chosen, 3),
         offloads_parameters=job.offload.parameters,
         reassigns=bool(chosen["reassigns_recomputed_weights"]),
-        transposes=family.linear.transposes_weight,
+        views_layers=family.linear.transposes_weight or not (replaces or family.linear.conv1d),
+        views_head=not replaces,
     )
     return Zero3(tensors, settings, modules)

@@ -15,6 +15,7 @@ from peakcast.jobs.conventions import (
     fuses_loss,
     makes_whole_logits,
     mixes_precision,
+    replaces_linear,
     torch_release,
 )
 from peakcast.jobs.lengths import lengths_change
@@ -95,6 +96,7 @@ beyond_window = Fact(lambda job: slides_anywhere(job.architecture, job.sequence_
 # -- what trains ---------------------------------------------------------------------------------------------------------
 
 adapts = ~setting("finetuning.method", "full")
+keeps_torchs_linear = Fact(lambda job: not replaces_linear(job), "torch's own Linear")
 quantized = setting("finetuning.quantization")
 classifies = ~setting("architecture.head", "language_model") & setting("loss.kind", "cross_entropy")
 preference = ~setting("loss.kind", "cross_entropy")

@@ -301,6 +301,12 @@ ZERO = Section(
             "configuration enables bf16 or fp16, weights are narrow and precision.main_parameters is 'float32'."),
     more("finetuning.method", job.zero3 & differs("adapters under ZeRO-3") & job.adapts,
          "without adapters on GPT-Neo only, whose frozen weights stay gathered longer in backward."),
+    more(_STAGE, job.zero3 & job.keeps_torchs_linear & job.ties_embeddings & above("parallelism.data_parallel_size", 1),
+         "with torch's own Linear only where the lm_head is no token table, which then stays gathered from its product to "
+         "its backward."),
+    unknown("framework_options", job.zero3 & job.adapts & job.keeps_torchs_linear,
+            "with adapters only where DeepSpeed has replaced torch's Linear: make training arguments before "
+            "from_pretrained, or take DeepSpeed 0.19.4."),
     unknown(_STAGE, job.zero3 & job.experts & job.some_layers,
             "with experts only where every layer is checkpointed, or none."),
     unknown(_STAGE, job.experts & ~setting("precision.parameters", "bfloat16"),

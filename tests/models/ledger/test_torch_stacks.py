@@ -11,7 +11,7 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.conventions import conventions
-from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, Parallelism, Precision, TrainingJob
+from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, Optimizer, Parallelism, Precision, TrainingJob
 from peakcast.measurements.records import Measurement
 from peakcast.measurements.store import datasets_folder, read_csv
 from peakcast.models.baseline.ledger import ledger
@@ -25,6 +25,7 @@ MIXED = Precision(parameters="float32", compute="bfloat16", gradients="float32",
 FLOAT8 = Precision(parameters="float32", compute="float8", gradients="float32", optimizer_states="float32")
 SHARDED = Parallelism(data_parallel_size=8, sharding="fsdp2")
 SELECTIVE = ActivationCheckpointing(mode="selective")
+IN_BACKWARD = FrozenMapping({"optimizer_in_backward": True})
 TOKENS = 1024
 MADE = ("normalize", "to_narrow")
 NARROW = Precision(parameters="bfloat16", compute="bfloat16", gradients="bfloat16", optimizer_states="bfloat16")
@@ -230,6 +231,17 @@ def test_torchtunes_published_peaks(changes, published_gib):
     alone = {"micro_batch_size": 2, "sequence_length": 4096, "precision": NARROW, "parallelism": Parallelism()}
     one = job("llama-3.2-3b", torchtune="0.5", **alone, **changes)
     assert ledger(one).peak().num_bytes == pytest.approx(published_gib * 2**30, rel=0.01)
+
+
+def test_torchtune_shifted_a_copy_of_the_logits_that_stayed_through_backward_before_0_3():
+    """recipes/full_finetune_single_device.py of 0.1.1 and 0.2.1. Published: 20.2 GB (of 10^9 bytes, `utils/memory.py`) of
+    Llama-2-7B with 4 x 2,048 tokens, recomputed and updated in backward (pull request 961, 2024-05-10); 0.3 has 19.06."""
+    alone = {"micro_batch_size": 4, "sequence_length": 2048, "precision": NARROW, "parallelism": Parallelism()}
+    alone |= {"activation_checkpointing": ActivationCheckpointing(mode="full")}
+    alone |= {"optimizer": Optimizer(name="paged_adamw_32bit"), "framework_options": IN_BACKWARD}
+    old, new = (ledger(job("llama-2-7b", torchtune=release, **alone)).peak().num_bytes for release in ("0.2.1", "0.3.1"))
+    assert old - new == pytest.approx(4 * 2048 * 32_000 * 4, rel=0.001)
+    assert old == pytest.approx(20.2e9, rel=0.006)
 
 
 def test_litgpt_narrows_norms_late_since_0_4_11():

@@ -327,3 +327,68 @@ def test_what_is_gathered_and_reduced_has_streams_of_its_own_where_communication
     assert set(timeline.streams.tolist()) == streams
     aside = {name for name, stream in zip(timeline.names, timeline.streams, strict=True) if stream}
     assert aside <= {"gathered", "all_gather", "all_gather.output", "reduce_scatter.input", "all_reduce.input"}
+
+
+OLDER = [("0.18.2", True), ("0.18.3", False)]
+
+
+@pytest.mark.parametrize(("release", "first"), OLDER)
+@pytest.mark.parametrize("layout", ["zero1", "zero2"])
+def test_before_0_18_3_the_bucket_is_there_when_backward_begins(job, layout, release, first):
+    """`backward_prologue`, not `setup_buckets`. Published: gpjt/fine-tune-2024-04 at efe8e99f, Qwen1.5-0.5B on one GPU in
+    stage 2 with its optimizer on the host: 6,023, 9,702, 13,381 and 20,740 MiB with 1, 2, 3 and 5 sequences, 953.7 of them
+    the bucket beside the loss's gradients."""
+    step = ledger(job(layout, versions=FrozenMapping({"deepspeed": release})))
+    begins = int((step.phases == Phase.BACKWARD).nonzero()[0][0])
+    bucket = [name == "ipg_bucket" for name in step.names]
+    assert bool((step.alive_at(begins) & bucket).any()) is first
+    assert bool((step.alive_at(begins - 1) & bucket).any()) is False
+
+
+@pytest.mark.parametrize(("release", "per_element"), [("0.19.5", 11), ("0.19.6", 8)])
+def test_before_0_19_6_infinite_elements_are_looked_for_in_whole_copies(job, release, per_element):
+    """`has_inf_or_nan`: an fp32 copy, two tensors of bools and their union, and that in fp32, for an optimizer on the host.
+    Published: gpjt/fine-tune-2024-04 at f0ef6130, Llama-3-8B on 8 GPUs: 24,497 MiB on the rank with the lm_head, of
+    which 3 bytes for each of its 525,336,576 elements are 1,503."""
+    wide = replace(job().architecture, vocab_size=1_200_000)
+    versions = FrozenMapping({"deepspeed": release})
+    asked = job("zero2", ranks=1, architecture=wide, sequence_length=16, offload=Offload(optimizer=True), versions=versions)
+    step = ledger(asked)
+    sizes = step.num_bytes[[name == "norm.to_float64" for name in step.names]]
+    assert int(sizes.max()) == pytest.approx(per_element * 256 * 1_200_000, abs=4 * 256 * 1_200_000 * BF16 // 3)
+
+
+@pytest.mark.parametrize(("release", "clones"), [("0.19.7", False), ("0.19.8", True)])
+def test_a_gradient_larger_than_the_bucket_is_cloned_since_0_19_8(job, release, clones):
+    options, versions = FrozenMapping({"reduce_bucket_size": 200_000}), FrozenMapping({"deepspeed": release})
+    step = ledger(job("zero2", ranks=1, framework_options=options, offload=Offload(optimizer=True), versions=versions))
+    assert ("gradient.clone" in step.names) is clones
+
+
+@pytest.mark.parametrize(("release", "size"), [("0.16.9", P * FP32), ("0.17.0", 0)])
+def test_before_0_17_the_host_returns_its_partition_in_float32(job, release, size):
+    versions = FrozenMapping({"deepspeed": release})
+    step = ledger(job("zero2", ranks=1, offload=Offload(optimizer=True), versions=versions))
+    returned = step.num_bytes[[name == "partition.returned" for name in step.names]]
+    assert int(returned.sum()) == size
+
+
+def test_weights_stay_where_the_network_was_loaded_before_zero_init_could_make_it(job):
+    """torch's own Linear saves `weight.t()`, a view, so that a release frees nothing from forward to backward; only the
+    token table's goes. DeepSpeed 0.19.4 replaces it when it partitions a finished network too. Published:
+    gpjt/fine-tune-2024-04 at 948adb92, Llama-3-8B on 8 GPUs, 49,086 MiB, of which 14 GB are such weights."""
+    sizes = {"stage3_param_persistence_threshold": 256, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    made, loaded, newer = (
+        ledger(
+            job(
+                "zero3",
+                framework_options=FrozenMapping({**sizes, "partitions_as_made": as_made}),
+                versions=FrozenMapping({"deepspeed": release}),
+            )
+        )
+        for as_made, release in ((True, "0.18.4"), (False, "0.18.4"), (False, "0.19.4"))
+    )
+    matrices = (P - 5 * 256 - 1024 * 256) * BF16
+    bucket = 500_000_000 * BF16
+    assert most(loaded, BUFFERS, Phase.LOSS) == matrices + bucket
+    assert most(made, BUFFERS, Phase.LOSS) == most(newer, BUFFERS, Phase.LOSS) < matrices + bucket

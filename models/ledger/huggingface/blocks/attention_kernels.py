@@ -21,6 +21,8 @@ from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
+MASK_ALIGNMENT = 8
+"""Elements to a multiple of which the rows of a mask are padded for the memory-efficient kernel."""
 AttentionWriter = Callable[[BlockBuilder, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -288,14 +290,7 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = _as_passed_to_sdpa(build, q, k, v)
     repeated = (k, v) if context.attention.sdpa_repeats_key_value else repeat_key_value(build, q, k, v)
     q, k, v = to_compute_dtype(build, q, *repeated, repeated=True)
-    bias = []
-    # in one graph, and in older releases, all layers share one mask (`hold_masks`)
-    shared = "network" in context.compiled or context.attention.mask_is_additive
-    if context.layer.masked and not shared and (size := context.layer_mask_bytes):
-        mask = tape.operation("self_attn.additive_mask", [], size, gradients=[])
-        # saved as a view of all heads, which `save_on_cpu` copies at full size (torch `cuda/attention.cu` preprocess_mask)
-        whole = context.batch * context.sequence * context.keys * heads * context.precision.compute_bytes
-        bias.append(Tensor(mask.storage, whole, requires_grad=False))
+    bias = _mask_of_layer(build)
     kept = [FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64]
     output = tape.operation(
         "self_attn.efficient_attention",
@@ -309,6 +304,26 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for variable in repeated:  # variables of transformers' `sdpa_attention_forward` refer to them
         tape.hold(variable)
     return output
+
+
+def _mask_of_layer(build: BlockBuilder) -> list[Tensor]:
+    """The mask of numbers that a layer makes for itself, if any: of a bool one, unless all layers share one (in one graph,
+    and in older releases: `hold_masks`), and a copy of it with padded rows, if those do not begin at multiples of 8
+    elements (torch 2.13 `attention.cpp` preprocess_mask)."""
+    context, tape = build.context, build.tape
+    if not context.layer.masked or "network" in context.compiled or not (size := context.layer_mask_bytes):
+        return []
+    heads, keys = context.architecture.num_attention_heads, context.keys
+    mask = None if context.attention.mask_is_additive else tape.operation("self_attn.additive_mask", [], size, gradients=[])
+    if keys % MASK_ALIGNMENT:
+        keys = round_up(keys, MASK_ALIGNMENT)
+        made_of = [] if mask is None else [mask]
+        mask = tape.operation("self_attn.padded_mask", made_of, size // context.keys * keys, gradients=[])
+    if mask is None:
+        return []
+    # saved as a view of all heads, which `save_on_cpu` copies at full size
+    whole = context.batch * context.sequence * keys * heads * context.precision.compute_bytes
+    return [Tensor(mask.storage, whole, requires_grad=False)]
 
 
 KERNELS: dict[str, AttentionWriter] = {
