@@ -14,6 +14,7 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import DTYPE_BYTES, round_up
 from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.dialects.huggingface.quantization import AS_PARAMETERS
 from peakcast.jobs.conventions import adapter_dtype, release
 from peakcast.jobs.spec import TrainingJob
 from peakcast.networks.config import architecture_from_hf_config
@@ -244,13 +245,14 @@ def _quantization(setup: str, config: Mapping[str, Any]) -> tuple[dict[str, Any]
     """The quantization settings of a framework_config, and sentences about what they assume."""
     if "bnb" in setup:
         facts = ["NF4 with double quantization: allocated-after-step of Mistral-7B fits 0.516 bytes per quantized weight."]
-        return {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, facts
+        four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        return {**four, "bnb_4bit_quant_storage": "bfloat16"}, facts  # the dtype of the network, for FSDP
     if "autogptq" in setup:
         group = config["quantization_config"]["group_size"]
         facts = [
             f"GPTQ with {'groups of ' + str(group) if group > 0 else 'one group per row'}: allocated-after-step fits it."
         ]
-        return {"quant_method": "gptq", "bits": 4, "group_size": group}, facts
+        return {"quant_method": "gptq", "bits": 4, "group_size": group, AS_PARAMETERS: True}, facts
     return None, []
 
 

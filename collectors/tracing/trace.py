@@ -19,7 +19,7 @@ from peakcast.collectors.tracing.traceable import check_traceable
 from peakcast.core.errors import CollectorError
 from peakcast.core.extras import need
 from peakcast.dialects.common.own_networks import own_network
-from peakcast.jobs.conventions import conventions
+from peakcast.jobs.conventions import conventions, steps_in_bitsandbytes
 from peakcast.jobs.lengths import at_its_longest
 from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.timelines.files import timeline_from_mapping as timeline_from_mapping
@@ -164,7 +164,7 @@ def _install_streams(job: TrainingJob) -> None:
     loops_itself = conventions(job).get("loop") == "trainer"  # the Trainer sets the device
     if loops_itself:
         patches.install_for_trainer()
-    waits = job.optimizer.in_8_bits  # bitsandbytes' step waits for the GPU
+    waits = steps_in_bitsandbytes(job)  # its step waits for the GPU
     if job.parallelism.world_size > 1 or job.framework in ("megatron", "deepspeed") or loops_itself or waits:
         fake_streams.install()
 

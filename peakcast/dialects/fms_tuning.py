@@ -17,6 +17,7 @@ from peakcast.dialects.common.translation import Notes, Settings, Translation, n
 from peakcast.dialects.huggingface.accelerate import launcher_with_engine
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.keys import IGNORED_TRAINING
+from peakcast.dialects.huggingface.quantization import AS_PARAMETERS
 from peakcast.jobs.spec import TrainingJob
 
 TRAINING = {
@@ -83,7 +84,7 @@ def _quantization(settings: Settings) -> dict[str, Any]:
     """How the weights are quantised: `--auto_gptq triton_v2`, `--bnb_qlora nf4` (older: `--bitsandbytes nf4`)."""
     if settings.words("auto_gptq"):
         _first(settings, "auto_gptq", ("triton_v2",))
-        return {"quant_method": "gptq"}
+        return {"quant_method": "gptq", AS_PARAMETERS: True}  # fms-acceleration framework_plugin_autogptq.py
     key = "bnb_qlora" if settings.words("bnb_qlora") else "bitsandbytes"
     if not settings.words(key):
         return {}

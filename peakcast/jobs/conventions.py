@@ -25,7 +25,7 @@ from peakcast.core.versions import CONTAINER, OWN_NETWORK_STACKS, STACKS, compar
 from peakcast.core.versions import release as release
 from peakcast.core.versions import torch_release as torch_release
 from peakcast.jobs.loss import REFERRING
-from peakcast.jobs.spec import TrainingJob
+from peakcast.jobs.spec import IN_8_BITS, PAGED, TrainingJob
 
 DRIVEN_BY = {"deepspeed": "huggingface"}
 """Framework -> the framework whose conventions apply as well: transformers' Trainer drives DeepSpeed's engine."""
@@ -106,6 +106,12 @@ def fsdp_offloads(job: TrainingJob) -> bool:
     and so the optimizer and its states, whether `offload.optimizer` says so or not."""
     layout = job.parallelism
     return job.offload.parameters and layout.num_replicas > 1 and layout.sharding in ("fsdp1", "fsdp2", "hsdp")
+
+
+def steps_in_bitsandbytes(job: TrainingJob) -> bool:
+    """Whether the optimizer is one of bitsandbytes."""
+    name, library = job.optimizer.name, conventions(job).get(f"{job.optimizer.name}_library")
+    return library == "bitsandbytes" if library is not None else name in (*IN_8_BITS, *PAGED, "ademamix")
 
 
 def mixes_precision(job: TrainingJob) -> bool:

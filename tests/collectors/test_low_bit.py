@@ -7,6 +7,7 @@ from peakcast.collectors.stacks import build
 from peakcast.collectors.tracing.traceable import check_traceable
 from peakcast.core.errors import CollectorError
 from peakcast.models.ledger.parameters.quantization import quantized_linear_bytes
+from peakcast.models.ledger.scope.scope import scope_findings
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -144,3 +145,21 @@ def test_packed_weights_are_divided_as_they_are_stored(ledger_equals_trace, shar
     cell["parallelism"] = {"data_parallel_size": 2, "sharding": sharding}
     (job,) = expand({"include": [cell | {"framework_options.quantized_storage": storage}]})
     ledger_equals_trace(job, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"optimizer.name": "lion"}, {"optimizer.name": "rmsprop", "framework_options.rmsprop_library": "bitsandbytes"}],
+)
+@pytest.mark.needs("bitsandbytes")
+def test_steps_of_bitsandbytes_in_32_bits_are_traced(ledger_equals_trace, changes):
+    wide = TINY | {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 16000}
+    (job,) = expand({"include": [{"architecture": wide, "sequence_length": 256} | changes]})
+    ledger_equals_trace(job, rel=1e-3)
+
+
+@pytest.mark.parametrize(("library", "codes"), [("torch", set()), ("bitsandbytes", {"run_would_fail"})])
+def test_an_optimizer_of_bitsandbytes_by_its_library_cannot_step_over_dtensors(library, codes):
+    cell = {"architecture": TINY, "optimizer.name": "rmsprop", "framework_options.rmsprop_library": library}
+    (job,) = expand({"include": [cell | {"parallelism": {"data_parallel_size": 2, "sharding": "fsdp2"}}]})
+    assert {finding.code for finding in scope_findings(job)} == codes

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from peakcast.core.errors import SpecError
+from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.recognise import dialect_of
 from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
 from peakcast.jobs.conventions import conventions
+from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.scope.scope import scope_findings
 
 
@@ -304,3 +306,13 @@ def test_how_packed_weights_are_stored_decides_whether_fsdp_divides_them(version
     stored = translation_of(PACKED.format(version, "--bnb_4bit_quant_storage bfloat16"))
     assert "quantized_storage" not in stored.job.framework_options
     assert not scope_findings(stored.job)
+
+
+def test_gptqs_packed_weights_are_buffers_which_fsdp_does_not_divide():
+    """A rank of four has all of Mistral-7B's 6.98e9 packed elements, half a byte each."""
+    words = PACKED.format(2, "").replace(" --load_in_4bit", "").replace("Qwen/Qwen2.5-7B", "TheBloke/Mistral-7B-v0.1-GPTQ")
+    whole = translation_of(words).job
+    assert whole.framework_options["quantized_storage"] == "buffers"
+    divided = whole.replace(framework_options=FrozenMapping())
+    held = [int(ledger(job).totals[-1]) for job in (whole, divided)]
+    assert held[0] - held[1] == pytest.approx(6.98e9 / 2 * 3 / 4, rel=0.02)

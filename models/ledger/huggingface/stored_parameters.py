@@ -210,9 +210,11 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
 
 def divides_packed(job: TrainingJob) -> bool:
     """Whether the ranks divide packed weights, if they divide any. FSDP2 leaves 4-bit ones that are stored as integers on
-    every rank (accelerate 1.15 `fsdp2_prepare_model`: `ignored_params`)."""
-    whole = job.finetuning.quantization == "nf4" and conventions(job).get("quantized_storage") == "uint8"
-    return not (whole and job.parallelism.sharding in ("fsdp2", "hsdp"))
+    every rank (accelerate 1.15 `fsdp2_prepare_model`: `ignored_params`), and nothing divides buffers."""
+    stored, sharding = conventions(job).get("quantized_storage"), job.parallelism.sharding
+    if job.finetuning.quantization == "gptq":
+        return stored != "buffers"
+    return not (job.finetuning.quantization == "nf4" and stored == "uint8" and sharding in ("fsdp2", "hsdp"))
 
 
 def quantised_roles(job: TrainingJob) -> tuple[str, ...]:

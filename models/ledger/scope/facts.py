@@ -16,13 +16,14 @@ from peakcast.jobs.conventions import (
     makes_whole_logits,
     mixes_precision,
     replaces_linear,
+    steps_in_bitsandbytes,
     torch_release,
 )
 from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.loss import PAIRS
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.parallelism import Sharding
-from peakcast.jobs.spec import IN_8_BITS, PAGED, ActivationCheckpointing, Offload, TrainingJob
+from peakcast.jobs.spec import ActivationCheckpointing, Offload, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.context import SHIFTED_WITH_NLL
 from peakcast.models.ledger.huggingface.blocks.traits import has_mask_of_heads, kinds_of_layers, slides_anywhere
@@ -114,13 +115,7 @@ def optimizer(*names: str) -> Fact:
     return setting("optimizer.name", *names)
 
 
-@fact
-def of_bitsandbytes(job: TrainingJob) -> bool:
-    """Whether the optimizer is one of bitsandbytes."""
-    name, chosen = job.optimizer.name, conventions(job)
-    if name in ("adamw_8bit", "lion"):
-        return chosen.get(f"{name}_library") == "bitsandbytes"
-    return name in (*IN_8_BITS, *PAGED, "ademamix")
+of_bitsandbytes = Fact(steps_in_bitsandbytes, "of bitsandbytes")
 
 
 def adapters_stored_in(dtype: str) -> Fact:

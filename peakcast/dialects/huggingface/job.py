@@ -206,7 +206,7 @@ def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Preci
     finetuning = widened_adapters(finetuning, half, widening, notes)
     if finetuning.quantization == "nf4" and quantized_compute(quantization, training) not in (None, half or weights):
         options["quantized_compute_dtype"] = quantized_compute(quantization, training)
-    if finetuning.quantization == "nf4" and shards is not None:
+    if finetuning.quantization and shards is not None:
         options |= storage_under_fsdp(quantization, fsdp_version(shards), notes)
     return precision_of(weights, half, engine, widening, finetuning, notes, options), finetuning
 

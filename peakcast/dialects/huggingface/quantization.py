@@ -28,12 +28,22 @@ def quantization_of(model: Mapping[str, Any], training: Settings, name: object) 
 
 STORAGES = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")
 """Values of BitsAndBytesConfig's bnb_4bit_quant_storage, its default first."""
+AS_PARAMETERS = "packed_as_parameters"
+"""In quantization settings: whether a program makes parameters of GPTQ's buffers, so that FSDP divides them."""
 
 
 def storage_under_fsdp(quantization: Mapping[str, Any], version: int, notes: Notes) -> dict[str, Any]:
-    """The options of a run whose packed 4-bit weights are stored as integers, BitsAndBytesConfig's default, which FSDP does
-    not divide: FSDP1 refuses them, and accelerate leaves them out of what FSDP2 shards."""
-    if "float" in str(quantization.get("bnb_4bit_quant_storage")):
+    """The options of a run whose packed weights FSDP does not divide: 4-bit ones that are stored as integers,
+    BitsAndBytesConfig's default, which FSDP1 refuses and accelerate leaves out of what FSDP2 shards; and GPTQ's, which are
+    buffers of its layers (`register_buffer` in the QuantLinears of AutoGPTQ and GPTQModel)."""
+    if quantization.get("quant_method") == "gptq" and not quantization.get(AS_PARAMETERS):
+        notes.warnings.append(
+            "GPTQ's packed weights are buffers, which FSDP does not divide: every GPU has all of them.",
+            "quantization_config",
+            "less",
+        )
+        return {"quantized_storage": "buffers"}
+    if not quantization.get("load_in_4bit") or "float" in str(quantization.get("bnb_4bit_quant_storage")):
         return {}
     if version == 2:
         notes.warnings.append(
