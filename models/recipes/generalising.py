@@ -15,7 +15,7 @@ from peakcast.core.errors import CollectorError
 from peakcast.dialects.common.network_values import NETWORK_PREFIX
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes.conditions import Conditions, conditions, implied
-from peakcast.models.recipes.kinds import NetworkKind, numbers_of, with_values
+from peakcast.models.recipes.kinds import HEADS, NetworkKind, numbers_of, with_values
 from peakcast.models.recipes.recipe import EVEN, Recipe
 from peakcast.models.recipes.walk import Ints, Walk
 from peakcast.models.recipes.walked import TARGET_LENGTH, Record, WalkSizes
@@ -27,7 +27,6 @@ PINNED = re.compile(r"\w*(window|chunk|layer|block|interval|period|offset|step)\
 not show that."""
 COUNTED = re.compile(r"(num|n)_\w+|\w*(_heads|_experts|_k|topk)")
 """Names of numbers that count heads, experts and the like, in contrast to widths."""
-HEADS = re.compile(r"num_(attention_)?heads|n_heads?|\w*encoder_attention_heads|\w*decoder_attention_heads")
 POSITIONS = re.compile(r"(max_)?(n_)?position\w*|\w*_positions|n_ctx")
 """Names of the number of a network's positions: fewer would not accept the sequences that are walked."""
 VOCABULARIES = 4

@@ -6,6 +6,8 @@ it (`generalising.py`). What is not a number, or changes which operations run, m
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,10 +16,16 @@ import numpy as np
 from peakcast.dialects.common.network_values import NETWORK_PREFIX
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes.conditions import Conditions, conditions
-from peakcast.models.recipes.recipe import Recipe
+from peakcast.models.recipes.recipe import EVEN, Recipe
 from peakcast.models.recipes.walk import Ints, Walk
 from peakcast.models.recipes.widths import Widths
 from peakcast.networks.layer_count import OF_DECODER, depths, equally_deep, with_layers
+
+HIDDEN = re.compile(r"hidden_size|d_model|n_embd|dim")
+HEADS = re.compile(r"num_(attention_)?heads|n_heads?|\w*encoder_attention_heads|\w*decoder_attention_heads")
+"""Names of a network's width and of its numbers of heads."""
+NUMBERED = re.compile(r"\w*(idxs|indices|layer_ids|only_layers)")
+"""Names of lists with the numbers of the layers of one kind."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +67,26 @@ class NetworkKind:
         values = [asked.get(key) for key in self.widths.keys]
         if self._fixed(asked) != self._fixed(self.conditions) or not self._confirms(values):
             return None
-        deep = self._conditions(job)
-        for name, short in self.conditions.items():
-            of_layers = isinstance(short, list) and len(short) == self.layers < len(order)
-            even = decoder == job.architecture.num_hidden_layers
-            told = [short[layer] for layer in order] if of_layers and even else None
-            if of_layers and deep.get(name) not in (short, told):
-                return None
+        even = decoder == job.architecture.num_hidden_layers
+        if not self._repeats(self._conditions(job), order, even=even):
+            return None
         return [int(value) for value in values if value is not None]
+
+    def _repeats(self, deep: Conditions, order: Sequence[int], *, even: bool) -> bool:
+        """Whether the conditions `deep` say about each layer what the recorded network's say about the layer of which it is
+        a copy (`order`). `even`: both stacks are equally deep."""
+        for name, short in self.conditions.items():
+            if not isinstance(short, list) or len(order) == self.layers:
+                continue
+            if NUMBERED.fullmatch(name.rpartition(".")[2]):
+                told, fits = [number for number, layer in enumerate(order) if layer in short], False
+            elif len(short) == self.layers:
+                told, fits = [short[layer] for layer in order], deep.get(name) == short
+            else:
+                continue
+            if not fits and (not even or deep.get(name) != told):
+                return False
+        return True
 
     def _equally_deep(self, job: TrainingJob) -> tuple[TrainingJob, int]:
         """(`job`, with a decoder as deep as its encoder if those of the recorded network are equally deep, the number of
@@ -110,9 +130,24 @@ class NetworkKind:
             return False
         if (_powers_of_two(asked) < _powers_of_two(self.confirmed).min(axis=0)).any():
             return False
+        if self._pads_heads(asked):
+            return False
         equal = self.confirmed[:, :, None] == self.confirmed[:, None, :]
         own = asked[:, None] == asked[None, :]
         return bool((equal == own).any(axis=0).all())
+
+    def _pads_heads(self, asked: Ints) -> bool:
+        """Whether the width of a head, which follows from that of the network, is no multiple of `EVEN` although it was in
+        every walk: attention's kernels pad such heads, with operations that no walk has (attention.py `_flash`)."""
+        names = [key.rpartition(".")[2] for key in self.widths.keys]
+        if any(name.endswith("head_dim") for name in names):
+            return False
+        hidden = [index for index, name in enumerate(names) if HIDDEN.fullmatch(name)]
+        heads = [index for index, name in enumerate(names) if HEADS.fullmatch(name)]
+        return any(
+            asked[wide] % (asked[one] * EVEN) and not (self.confirmed[:, wide] % (self.confirmed[:, one] * EVEN)).any()
+            for wide, one in itertools.product(hidden, heads)
+        )
 
 
 def with_values(recipe: Recipe, widths: Widths, values: Sequence[int], layers: int) -> Recipe:

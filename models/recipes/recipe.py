@@ -291,7 +291,7 @@ def _fractions(length: int) -> Lengths:
 
 
 def near(length: int) -> Lengths:
-    """Three lengths up to `length`, close to each other and equally far from multiples of EVEN if they are long enough. They
-    are a power of two apart: where kernels round lengths up, all are rounded by as much."""
+    """Three lengths up to `length`, close to each other and equally far from multiples of EVEN if they are long enough,
+    and a power of two apart: where kernels round lengths up, all are rounded by as much."""
     step = max(EVEN if length > 2 * EVEN else 1, 2 ** max(0, (length // 16).bit_length() - 1))
     return length - 2 * step, length - step, length

@@ -70,6 +70,16 @@ CELLS: dict[str, dict[str, Any]] = {
         "sequence_length": 601,
     },
 }
+AUTOCAST = {"precision.parameters": "float32", "framework_options": {"autocast": True}}
+WINDOWED = {"model_type": "cwm", "hidden_size": 1536, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 64}
+WINDOWED |= {"num_hidden_layers": 16, "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 4}
+WINDOWED |= {"intermediate_size": 5632, "sliding_window": 8192, "vocab_size": 32064}
+for batch, length in ((3, 2500), (2, 8192), (3, 9000)):  # from 8,192 on each sequence has a mask of its own
+    CELLS[f"{batch} x {length:,} beside a window"] = {
+        "architecture": WINDOWED,
+        "micro_batch_size": batch,
+        "sequence_length": length,
+    } | AUTOCAST
 FEW = ("grouped heads", "grouped heads on eight ranks", "experts")
 """Cells of every test run; the others run with -m whole."""
 

@@ -79,6 +79,23 @@ def test_what_a_walk_shows_to_change_nothing_is_free_and_thresholds_are_not(know
     assert kind.values(job(sliding_window=4096)) is None
 
 
+def test_heads_that_attention_pads_are_of_another_kind(known: tuple[NetworkKind, Recipe]) -> None:
+    """Flash attention pads heads to multiples of 8, with copies that no walk of whole ones has."""
+    kind = known[0]
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
+    assert kind.values(job(hidden_size=768, **heads)) is not None  # 48 each
+    assert kind.values(job(hidden_size=672, **heads)) is None  # 42
+
+
+def test_layers_told_by_their_numbers_repeat_as_the_recorded_ones(known: tuple[NetworkKind, Recipe]) -> None:
+    """As of LFM2, whose configurations list the layers with attention: more layers with the same list are others."""
+    kind = known[0]
+    numbers = [layer for layer in range(8) if layer % 2]
+    listed = replace(kind, layers=8, prefix=2, unit=2, conditions={**kind.conditions, "network.full_attn_idxs": numbers})
+    assert listed.values(job(full_attn_idxs=numbers)) is not None
+    assert listed.values(job(full_attn_idxs=numbers, num_hidden_layers=16)) is None
+
+
 class Positioned(Wide):
     """A library whose network has a table of positions, and takes no longer sequences."""
 
