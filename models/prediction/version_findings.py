@@ -36,7 +36,7 @@ _SEPTEMBER_2024 = Alternative(
     versions=FrozenMapping(
         {
             **{"torch": "2.4.1", "transformers": "4.44.2", "accelerate": "0.33.0", "peft": "0.12.0", "trl": "0.10.1"},
-            **{"bitsandbytes": "0.43.3", "flash_attn": "2.6.3"},
+            **{"bitsandbytes": "0.43.3", "flash_attn": "2.6.3", "liger_kernel": "0.3.0"},
         }
     ),
     assumed=_NEWEST,
@@ -50,7 +50,11 @@ _NOVEMBER_2023 = Alternative(
 ALTERNATIVES: Mapping[tuple[str, str], Alternative] = {
     ("huggingface", "train"): _SEPTEMBER_2024,
     ("huggingface", "inference"): _NOVEMBER_2023,
-    ("deepspeed", "train"): _SEPTEMBER_2024,
+    ("deepspeed", "train"): Alternative(
+        versions=FrozenMapping({**_SEPTEMBER_2024.versions, "deepspeed": "0.15.1"}),
+        assumed=_NEWEST,
+        named="those of September 2024 (DeepSpeed 0.15.1, transformers 4.44.2, torch 2.4.1)",
+    ),
     ("megatron", "train"): Alternative(
         versions=FrozenMapping({"ngc_pytorch": "24.01"}), assumed=_NEWEST, named="those of NVIDIA's image 24.01"
     ),
@@ -59,12 +63,12 @@ ALTERNATIVES: Mapping[tuple[str, str], Alternative] = {
     ),
 }
 """(framework, task) -> what a job may run with. Sources of the releases: fms-acceleration's table of September 2024
-(`datasets/published/fms_history.csv`); optimum-benchmark's runs, whose cache of keys and values is copied in each step
-(`optimum_benchmark.csv`); Megatron-LM's image for long-term support (`megatron_ci.csv`, "lts"); torchtitan's own runs
-(`torchtitan_log.csv`)."""
+(`datasets/published/fms_history.csv`), Liger's and DeepSpeed's of that month; optimum-benchmark's runs, whose cache of keys
+and values is copied in each step (`optimum_benchmark.csv`); Megatron-LM's image for long-term support (`megatron_ci.csv`,
+"lts"); torchtitan's own runs (`torchtitan_log.csv`)."""
 NOTABLE = 0.05
-"""From this share of a peak on the difference is said. Without their versions, 575 peaks of published rows are more than
-10 % off; 574 of these answers name a cause, all of them with the right direction."""
+"""From this share of a peak on the difference is said. Without their versions, hundreds of peaks of published rows are more
+than 10 % off; all of these answers but one name a cause."""
 
 
 def versions_matter(job: TrainingJob, device: Device, base: Baseline) -> tuple[Finding, ...]:
