@@ -60,6 +60,13 @@ def test_example_scripts_of_encoder_decoders_have_two_lengths(script, flags, len
     assert not [finding.sentence for finding in read.findings if "not known here" in finding.sentence]
 
 
+def test_a_length_of_targets_is_not_known_of_a_decoder():
+    flags = "--model_name_or_path gpt2 --max_target_length 64 --per_device_train_batch_size 2 --output_dir o"
+    read = translation_of(f"python train_dpo.py {flags}\n")
+    assert read.job.decoder_sequence_length is None
+    assert [finding.sentence for finding in read.findings if "max_target_length is not known here" in finding.sentence]
+
+
 def test_the_architectures_of_a_config():
     sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
     config = {"model_type": "llama", **sizes, "vocab_size": 99, "dtype": "bfloat16"}

@@ -43,16 +43,18 @@ def sequence_length(training: Settings, notes: Notes) -> int:
 
 
 def target_length(architecture: Architecture, training: Settings, notes: Notes) -> int | None:
-    """Tokens of the longest target of an encoder-decoder; None if nothing says it, and for other networks."""
-    said = training.size("max_target_length") if training.raw("max_target_length") is not None else None
+    """Tokens of the longest target of an encoder-decoder; None if nothing says it, and for other networks, where
+    max_target_length is left unread."""
     if architecture.kind not in ("encoder_decoder", "undescribed"):
         return None
-    if said is None and architecture.kind == "encoder_decoder":
+    if training.raw("max_target_length") is not None:
+        return training.size("max_target_length")
+    if architecture.kind == "encoder_decoder":
         notes.assumptions.append(
             "nothing says how long targets are (max_target_length); they are assumed to be as long as the inputs, and "
             "shorter ones need less: --set decoder_sequence_length=128."
         )
-    return said
+    return None
 
 
 def batch_form(training: Settings, attention: str, versions: Mapping[str, object], notes: Notes) -> Batch:

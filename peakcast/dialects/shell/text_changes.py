@@ -4,7 +4,6 @@ manual, "Shell Parameter Expansion"."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 MOST_CHARACTERS = 4_096
@@ -31,8 +30,8 @@ def changed(text: str, change: str) -> str | None:
 
 def _cut(text: str, kind: str, pattern: str) -> str:
     """`text` without the shortest (`#`, `%`) or the longest (`##`, `%%`) beginning or end that matches `pattern`."""
-    lengths: Iterable[int] = range(len(text) + 1)
-    for length in lengths if len(kind) == 1 else reversed(range(len(text) + 1)):
+    lengths = range(len(text) + 1)
+    for length in lengths if len(kind) == 1 else reversed(lengths):
         part = text[:length] if kind[0] == "#" else text[len(text) - length :]
         if fnmatchcase(part, _plain(pattern)):
             return text[length:] if kind[0] == "#" else text[: len(text) - length]
