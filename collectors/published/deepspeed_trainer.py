@@ -2,7 +2,7 @@
 
 Source: `deepspeed_trainer.jsonl`; the facts about it are in `datasets/README.md`. Printed are peaks of active and reserved
 bytes. Active bytes are the allocated ones where nothing waits for another stream: under stage 2 without `overlap_comm`, not
-under stage 3.
+under stage 3, whose rows have no allocated peak.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from peakcast.measurements.records import Measurement
 
 PADDED = "Texts are padded to the length, so that attention is given a mask."
 LOADED_FIRST = "The program loads the network before it makes its training arguments, so that zero.Init does not make it."
-ACTIVE = "Active bytes are printed, in which weights that ZeRO-3 has released stay until the computing stream has passed."
 
 
 def read_deepspeed_trainer(path: Path) -> list[Measurement]:
@@ -26,10 +25,5 @@ def read_deepspeed_trainer(path: Path) -> list[Measurement]:
 
 def _reading(record: Mapping[str, Any]) -> ImportedRow:
     job = row_job(record)
-    waits = job.parallelism.zero_stage == 3
-    return ImportedRow(
-        job=job,
-        assumptions=(PADDED, LOADED_FIRST) if waits else (PADDED,),
-        out_of_scope=(ACTIVE,) if waits else (),
-        unread=("peak_reserved_bytes",),  # up to 8 % off under stage 2, for a reason that is not known
-    )
+    partitions = job.parallelism.zero_stage == 3
+    return ImportedRow(job=job, assumptions=(PADDED, LOADED_FIRST) if partitions else (PADDED,))

@@ -29,6 +29,10 @@ class Watcher(Protocol):
     def now(self) -> int:
         """The number of the next operation."""
 
+    @property
+    def finished(self) -> int:
+        """The operation up to which the GPU has surely finished."""
+
     def switched(self, stream: int) -> None:
         """From now on tensors are allocated on `stream`."""
 
@@ -40,7 +44,7 @@ class Watcher(Protocol):
 
 
 class _Nobody:
-    now = 0
+    now = finished = 0
 
     def switched(self, stream: int) -> None:
         """Does nothing."""
@@ -64,7 +68,8 @@ def tell(watcher: Watcher) -> None:
 
 
 class Stream:
-    """A stream on which everything happens at once. Number 0 is the computing stream."""
+    """A stream, of whose work is known alone how much of the computing stream's must come before it. Number 0 is the
+    computing stream."""
 
     device = torch.device("cuda:0")
     device_index = 0
@@ -73,14 +78,20 @@ class Stream:
         self.priority = priority
         high = priority < 0
         self.stream_id = 1 + next(_MADE[high]) % STREAMS_IN_POOL + high * STREAMS_IN_POOL
+        self._follows = 0
 
     @property
     def cuda_stream(self) -> int:
         return self.stream_id
 
+    @property
+    def follows(self) -> int:
+        """The operation up to which the computing stream must have finished before this stream can."""
+        return self._follows if self.stream_id else _WATCHER.now
+
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         """An event at this moment."""
-        return (event or FakeEvent()).record()
+        return (event or FakeEvent()).record(self)
 
     def query(self) -> bool:
         """True: nothing is left to do."""
@@ -88,35 +99,46 @@ class Stream:
 
     def synchronize(self) -> None:
         """The CPU waits for this stream."""
-        _WATCHER.done(_WATCHER.now)
+        _WATCHER.done(self.follows)
 
-    def wait_stream(self, *_: Any) -> None:
-        """Only the GPU waits, not the CPU."""
+    def wait_stream(self, stream: Stream) -> None:
+        """What comes next on this stream waits for what another one has so far; the CPU does not wait."""
+        self._follows = max(self._follows, stream.follows)
 
-    wait_event = wait_stream
+    def wait_event(self, event: FakeEvent) -> None:
+        """What comes next on this stream waits for an event; the CPU does not wait."""
+        self._follows = max(self._follows, event.follows)
+
+
+PATIENCE = 8
+"""How often an event answers that it has not happened yet, before it has: a program may ask until it has."""
 
 
 class FakeEvent:
-    """An event that has happened. The CPU knows this after it has waited."""
+    """An event. `follows`: as of the stream that it was recorded on."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self._recorded = 0
+        self.follows, self._asked = 0, 0
 
-    def record(self, *_: Any) -> FakeEvent:
+    def record(self, stream: Stream | None = None) -> FakeEvent:
         """Returns the event itself, as in torch."""
-        self._recorded = _WATCHER.now
+        self.follows, self._asked = (stream or current_stream()).follows, 0
         return self
 
     def query(self) -> bool:
-        """True: it has happened."""
-        return True
+        """Whether it has surely happened; it has, if that is asked too often."""
+        self._asked += 1
+        if self._asked > PATIENCE:
+            self.synchronize()
+        return self.follows <= _WATCHER.finished
 
-    def wait(self, *_: Any) -> None:
+    def wait(self, stream: Stream | None = None) -> None:
         """Only the GPU waits, not the CPU."""
+        (stream or current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
         """The CPU waits for it."""
-        _WATCHER.done(self._recorded)
+        _WATCHER.done(self.follows)
 
 
 def _default() -> Stream:

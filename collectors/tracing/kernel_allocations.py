@@ -141,6 +141,12 @@ def _safe_softmax(arguments: Sequence[Any], result: Any, device: Device) -> list
     return [KernelAllocation("safe_softmax.softmax", result.numel() * result.element_size()), masked]
 
 
+def _isinf(arguments: Sequence[Any], result: Any, device: Device) -> list[KernelAllocation]:
+    """The absolute values, which are compared with infinity (torch 2.13 `native/TensorCompare.cpp` isinf)."""
+    source = arguments[0]
+    return [KernelAllocation("isinf.abs", source.numel() * source.element_size())] if source.is_floating_point() else []
+
+
 # aten/src/ATen/native/cuda/SoftMax.cu host_softmax: input_.contiguous(); host_softmax_backward: grad_ and output_
 _softmax, _softmax_backward = _contiguous_copies(1), _contiguous_copies(2)
 _sum, _max = _reduces(SUM_ACCUMULATOR_BYTES), _reduces(INDEXED_MAX_ACCUMULATOR_BYTES)
@@ -158,6 +164,7 @@ _BY_OPERATOR: dict[Any, Callable[[Sequence[Any], Any, Device], list[KernelAlloca
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _softmax,
     aten._safe_softmax.default: _safe_softmax,
+    aten.isinf.default: _isinf,
     aten._softmax_backward_data.default: _softmax_backward,
     aten._log_softmax_backward_data.default: _softmax_backward,
     aten._index_put_impl_.default: _index_put,

@@ -93,6 +93,9 @@ class Baseline:
     let_go_bytes: tuple[int, int] | None = None
     """Peaks (allocated, reserved) of an observed run without what NCCL keeps for a time that is not known; None if it keeps
     nothing."""
+    waiting_bytes: int = 0
+    """By how much less is reserved if no freed block waits for another stream. Rather than run out of memory, the allocator
+    waits for the GPU and returns such blocks (`synchronize_and_free_events`)."""
     outside: Outside | None = None
     """Readings of this machine that replace the estimates of context and communicators; None if there are none."""
 
@@ -164,6 +167,7 @@ def _baseline(
         generation_peaks_bytes=_generation_peaks(steady) if job.task == "inference" else {},
         reserved_range_bytes=replayed.reserved_range,
         let_go_bytes=replayed.let_go,
+        waiting_bytes=replayed.waiting_bytes,
         outside=read,
         **_of_the_steps(steady, first, *replayed.graphed),
     )
@@ -181,6 +185,8 @@ class _Replayed(NamedTuple):
     """As `Baseline.reserved_range_bytes`."""
     let_go: tuple[int, int] | None = None
     """As `Baseline.let_go_bytes`."""
+    waiting_bytes: int = 0
+    """As `Baseline.waiting_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +203,11 @@ class _Replays:
     def of_chosen(self, rank: int) -> _Replayed:
         """The replay of the rank of the answer."""
         steps, graphed = _steps_of_run(self.job, self.device, rank, self.ledger), self._graphed(rank)
-        return _Replayed(self._with_graphs(self._replay([*self.before(rank), *steps]), graphed), steps, graphed)
+        run, waiting_bytes = self._replay([*self.before(rank), *steps]), 0
+        if any(step.reusable is not None for step in steps):
+            at_once = self._replay([*self.before(rank), *(replace(step, reusable=None) for step in steps)])
+            waiting_bytes = max(run.peak_reserved_bytes - at_once.peak_reserved_bytes, 0)
+        return _Replayed(self._with_graphs(run, graphed), steps, graphed, waiting_bytes=waiting_bytes)
 
     def of_rank(self, rank: int) -> Replay:
         """The replay of another rank of the answer's stage."""

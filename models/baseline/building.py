@@ -1,8 +1,8 @@
 """What building a network leaves in the allocator's cache before the first step.
 
 It is known only where the framework itself builds, in a known order: FSDP1 makes one unit after the other from a network on
-the host; Megatron-LM makes weights on the GPU and copies them into buffers (`building.py`). What a loader does
-(reading, placing or quantising weights) is in no timeline.
+the host; DeepSpeed's engine makes partitions of weights; Megatron-LM makes weights on the GPU and copies them into buffers
+(`building.py`). What a loader does (reading, placing or quantising weights) is in no timeline.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def building(job: TrainingJob, rank: int | None = None) -> list[Timeline]:
         from peakcast.models.ledger.megatron.building import megatron_built
 
         return [megatron_built(job, rank or 0)]
-    if job.task == "train" and job.parallelism.num_replicas > 1:
+    if job.task == "train" and (job.parallelism.num_replicas > 1 or job.parallelism.zero_stage):
         return _built(weights_job(job), rank)
     return []
 

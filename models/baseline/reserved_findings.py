@@ -59,17 +59,10 @@ def _of_training(job: TrainingJob) -> tuple[_Case, ...]:
             "cache: two published runs reserved 0.4 and 0.5 GiB more.",
         ),
         _Case(
-            trains and job.parallelism.zero_stage == 3 and job.parallelism.data_parallel_size > 1 and _overlaps(job),
-            "parallelism.zero_stage",
-            "weights that ZeRO-3 releases are free only when the computing stream has passed, and what is gathered "
-            "meanwhile takes new memory: published runs of Llama-3-8B on 8 GPUs reserved up to 10.7 GiB more than is "
-            "simulated.",
-        ),
-        _Case(
             trains and job.parallelism.zero_stage in (1, 2) and job.offload.optimizer,
             "offload.optimizer",
-            "what DeepSpeed leaves in the cache while it is built is not replayed: published runs of stage 2 with the "
-            "optimizer on the host reserved up to 9 % more than is simulated.",
+            "published runs of stage 2 with the optimizer on the host reserved up to 9 % more than is simulated, for a "
+            "reason that is not known.",
         ),
         _Case(
             lengths_change(job),
@@ -78,11 +71,6 @@ def _of_training(job: TrainingJob) -> tuple[_Case, ...]:
             "ms-swift reserved up to 72 % more than is simulated over eight steps.",
         ),
     )
-
-
-def _overlaps(job: TrainingJob) -> bool:
-    """Whether ZeRO-3 gathers weights on a stream of its own."""
-    return conventions(job).get("overlap_comm", "auto") in ("auto", True)
 
 
 def _of_inference(job: TrainingJob) -> tuple[_Case, ...]:

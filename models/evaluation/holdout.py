@@ -53,7 +53,7 @@ def answers_of(samples: Sequence[Sample], train: Sequence[Sample], make_candidat
 
 def answer(sample: Sample, calibration: Calibration) -> Answers:
     """The answers of `calibration` for the job of `sample`, whose baseline is known already."""
-    return combine(sample.row.job, sample.baseline, sample.features, calibration, sample.row.gpu)
+    return combine(sample.row.job, sample.baseline, sample.features, calibration, sample.device)
 
 
 class _Memory:

@@ -7,15 +7,19 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from peakcast.answers.prediction import QUANTITIES, Interval
 from peakcast.core.findings import Finding
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.baseline.baseline import Baseline
+from peakcast.models.baseline.baseline import Baseline, usable_bytes
 from peakcast.models.calibration.bars import bar_of
 from peakcast.models.calibration.calibration import Calibration
 from peakcast.models.calibration.features import of_quantity
 from peakcast.models.calibration.grouping import bar_groups, residual_group
+
+if TYPE_CHECKING:
+    from peakcast.catalog import Device
 
 
 def combine(
@@ -23,11 +27,11 @@ def combine(
     base: Baseline,
     row: Mapping[str, float],
     calibration: Calibration,
-    gpu: str,
+    device: Device,
     known: Sequence[Finding] = (),
 ) -> dict[str, Interval]:
-    """Each quantity's baseline, corrected by the residual, with its bar, for a job on the GPU type `gpu`. `known`: what the
-    ledger does not cover, and what reading the question found.
+    """Each quantity's baseline, corrected by the residual, with its bar, for a job on `device`. `known`: what the ledger
+    does not cover, and what reading the question found.
 
     A point is never below what must exist: the held bytes, and each quantity contains the one before it (device contains
     reserved, which contains allocated).
@@ -39,7 +43,7 @@ def combine(
         learned = calibration.quantities.get(quantity)
         own = of_quantity(row, base, quantity)
         correction = float(learned.residual.predict([own], [residual_group(job)])[0]) if learned else 0.0
-        bar = bar_of(quantity, learned, job, own, groups, gpu, known)
+        bar = bar_of(quantity, learned, job, own, groups, device.name, known)
         start, exact = getattr(base, quantity), base.start(quantity) * math.exp(correction)
         if quantity != "peak_host_bytes":
             start, exact = _with_readings(quantity, base, least, start, exact)
@@ -53,7 +57,8 @@ def combine(
             upper_95=math.ceil(exact * math.exp(bar.upper)),
             rests_on=bar.rests_on,
         )
-    return nested(_with_let_go(_with_nearby_orders(intervals, base), base))
+    within = _within_memory(_with_let_go(_with_nearby_orders(intervals, base), base), base, usable_bytes(job, device))
+    return nested(within)
 
 
 def _with_readings(quantity: str, base: Baseline, reserved: int, start: int, exact: float) -> tuple[int, float]:
@@ -93,6 +98,18 @@ def _with_let_go(intervals: Mapping[str, Interval], base: Baseline) -> dict[str,
             bar = intervals[quantity]
             widened[quantity] = replace(bar, lower=min(bar.lower, bar.point - num_bytes))
     return widened
+
+
+def _within_memory(intervals: Mapping[str, Interval], base: Baseline, there: int) -> dict[str, Interval]:
+    """`intervals` that go beyond the `there` bytes of the GPU only by what does not wait: before it runs out of memory, the
+    allocator returns the blocks that do."""
+    limited = dict(intervals)
+    for quantity in ("peak_reserved_bytes", "peak_device_bytes") if base.waiting_bytes else ():
+        bar = intervals[quantity]
+        rest = 1 - base.waiting_bytes / max(bar.point, 1)
+        ends = {name: getattr(bar, name) for name in ("lower", "point", "upper", "upper_95")}
+        limited[quantity] = replace(bar, **{name: max(min(end, there), round(end * rest)) for name, end in ends.items()})
+    return limited
 
 
 def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:

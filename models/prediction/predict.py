@@ -56,7 +56,7 @@ def predict(
     row = features(job, device, base)
     known = (*findings, *known_of(job), *device_findings(job, device))
     reasons = reasons_outside(job, device, row, calibration, known)
-    intervals = combine(job, base, row, calibration, device.name, known)
+    intervals = combine(job, base, row, calibration, device, known)
     judged = judge(intervals, limits(job, device), reasons)
     noticed = [*reasons, judged.finding, retries(base), outside_estimated(base, intervals["peak_device_bytes"].point)]
     here = copy_context()  # what is computed later uses the timelines chosen now

@@ -52,10 +52,10 @@ def ranks_of_a_node(job: TrainingJob, device: Device) -> int:
 def judge(intervals: Mapping[str, Interval], limits: Sequence[Limit], findings: Iterable[Finding] = ()) -> Judgement:
     """Whether the job fits.
 
-    Each limit has a verdict. `yes`: the one-sided 95 % bound of its quantity is below it. `no`: even the lower end is above
-    it and, for GPU memory, so is the lower end of the tensors alone plus what is outside PyTorch. Otherwise `uncertain`.
-    (Near its limit the allocator frees cached segments and tries again, so a job whose cache does not fit may still run.) A
-    limit that is not known never gives `no`. The worst verdict counts.
+    Each limit has a verdict. `yes`: the one-sided 95 % bound of its quantity is not above it. `no`: even the lower end is
+    above it and, for GPU memory, so is the lower end of the tensors alone plus what is outside PyTorch. Otherwise
+    `uncertain`. (Near its limit the allocator frees cached segments and tries again, so a job whose cache does not fit may
+    still run.) A limit that is not known never gives `no`. The worst verdict counts.
 
     Then the findings. One is called uncounted (`findings.KINDS`) if the ledger does not count something that the job has,
     or if a configuration asks for something that a job cannot express. Its size is not known, so no bar covers it: with
@@ -89,7 +89,7 @@ def _judged(intervals: Mapping[str, Interval], limit: Limit) -> Judgement:
     bar, there = intervals[limit.quantity], limit.num_bytes
     if not limit.known:
         return Judgement("yes", limit) if bar.point <= there else Judgement("uncertain", limit, _host_memory(bar, there))
-    if bar.upper_95 < there or bar.upper_95 == 0:
+    if bar.upper_95 <= there:
         return Judgement("yes", limit)
     if bar.lower <= there:
         return Judgement("uncertain", limit)

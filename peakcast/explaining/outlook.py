@@ -47,7 +47,7 @@ def gpu_verdicts(
         row = features(job, other, moved)
         open_questions = (*known, *device_findings(job, other))
         reasons = reasons_outside(job, other, row, calibration, open_questions)
-        intervals = combine(job, moved, row, calibration, other.name, open_questions)
+        intervals = combine(job, moved, row, calibration, other, open_questions)
         judged = judge(intervals, limits(job, other), reasons)
         verdicts.append(GpuVerdict(gpu=other.name, capacity_bytes=usable_bytes(job, other), fits=judged.fits))
     return tuple(verdicts)

@@ -212,6 +212,41 @@ def test_a_block_that_another_stream_uses_waits_until_the_cpu_knows_that_it_is_d
     assert kept.numel() == 128
 
 
+def test_an_event_of_another_stream_tells_only_what_that_stream_has_waited_for():
+    """ZeRO-3 waits for its gathers, which wait for nothing, and for reductions, which wait for gradients."""
+    from peakcast.collectors.tracing import fake_streams
+
+    computing, gathering, reducing = fake_streams.DEFAULT, fake_streams.Stream(), fake_streams.Stream()
+    with Tracer("cpu") as tracer:
+        weight = torch.ones(128)
+        tracer.used(weight, gathering.stream_id)
+        reducing.wait_stream(computing)  # after the operation 0
+        kept = torch.ones(128)
+        del weight  # before 2
+        gathered, reduced = gathering.record_event(), reducing.record_event()
+        gathered.synchronize()
+        assert [gathered.query(), reduced.query()] == [True, False]
+        reduced.synchronize()
+        kept.mul_(2)
+        assert tracer.finished == 1
+        reducing.wait_event(computing.record_event())
+        reducing.synchronize()
+        kept.mul_(2)
+    steps = timeline(tracer)
+    assert (steps.dies[0], steps.reusable[0]) == (2, 3)
+
+
+def test_an_event_that_is_asked_again_and_again_has_happened():
+    from peakcast.collectors.tracing import fake_streams
+
+    with Tracer("cpu") as tracer:
+        torch.ones(128)
+        event = fake_streams.FakeEvent().record()
+        answers = [event.query() for _ in range(fake_streams.PATIENCE + 1)]
+        assert tracer.finished == tracer.now
+    assert answers == [False] * fake_streams.PATIENCE + [True]
+
+
 def test_only_what_runs_on_the_gpu_is_launched_and_waited_for(monkeypatch):
     """`meta` stands for the GPU here, which is at most two kernels behind."""
     from peakcast.collectors.tracing import blocks_in_use

@@ -335,9 +335,8 @@ def test_what_the_replay_is_known_to_miss_is_said_and_changes_no_bar_of_tensors(
     said = codes(finetuning=quantised, parallelism=sharded), codes(finetuning=quantised)
     assert said == ([("reserved_beyond_replay", "finetuning.quantization", "more")], [])
     zero, engine = {"framework": "deepspeed", "offload": Offload(optimizer=True)}, "reserved_beyond_replay"
-    one, both = (Parallelism(data_parallel_size=2, zero_stage=stage) for stage in (2, 3))
+    one = Parallelism(data_parallel_size=2, zero_stage=2)
     assert codes(**zero, parallelism=one) == [(engine, "offload.optimizer", "more")]
-    assert codes(**zero, parallelism=both) == [(engine, "parallelism.zero_stage", "more")]
     assert codes(framework="deepspeed", parallelism=one) == []
     assert codes(batch=changing) == [("reserved_beyond_replay", "batch.shortest_sequence", "more")]
     assert not KINDS["reserved_beyond_replay"].uncounted

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from peakcast.core.units import MIB
 from peakcast.models.ledger.layouts.fsdp_units import Unit
+from peakcast.models.ledger.layouts.run_ahead import LAUNCHES_AHEAD
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category, Phase
 
@@ -24,9 +25,6 @@ def size_buckets(sizes: Sequence[int]) -> list[list[int]]:
     return made
 
 
-LAUNCHES_AHEAD = 1024
-"""How many kernels a CUDA stream's queue holds; a CPU that launches one more has to wait. Source: NVIDIA developer forums
-68937 (about 1,000, measured)."""
 LAUNCHES_OF_A_UNIT = 3
 """Launches for a unit besides those of its broadcasts: joining and padding the flat parameter, and copying the rank's
 part."""

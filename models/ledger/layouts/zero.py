@@ -68,6 +68,8 @@ class ZeroSettings:
     """Whether the optimizer runs on the host."""
     biases_first: bool
     """Whether a matrix's gradient reaches its hook after its bias's, the order in which `addmm` returns them."""
+    scales_loss: bool
+    """Whether the loss is scaled (fp16), so that every step looks for infinite gradients (`has_overflow`)."""
 
 
 def made_at(template: Template, weight: int) -> int:
@@ -85,7 +87,7 @@ class Partitions(Layout):
         super().__init__(tensors)
         self.ranks, self.element_bytes, self.buckets = settings.ranks, settings.element_bytes, settings.buckets
         self.contiguous, self.offloads = settings.contiguous, settings.offloads
-        self._biases_first = settings.biases_first
+        self._biases_first, self._scales_loss = settings.biases_first, settings.scales_loss
         self.trained = [t for t in tensors if t.trains]
         self.gradient_bytes = self.trained[0].element_bytes
         """Bytes of an element as backward makes it; adapters' gradients may be wider than what is sent."""
@@ -109,10 +111,31 @@ class Partitions(Layout):
 
     def hold_main(self, step: Step) -> None:
         """Hold the fp32 partitions."""
-        for index, group in enumerate(self.groups):
-            if not self.offloads:
-                size = self.partition(group) * MAIN_BYTES
-                step.hold(f"fp32_partition.{index}", Category.MAIN_PARAMETERS, size, 0, module="optimizer")
+        for index in range(len(self.groups)):
+            self._hold_main_of(step, index, born=0)
+
+    def _hold_main_of(self, step: Step, index: int, *, born: int) -> None:
+        if not self.offloads:
+            size = self.partition(self.groups[index]) * MAIN_BYTES
+            step.hold(f"fp32_partition.{index}", Category.MAIN_PARAMETERS, size, born, module="optimizer")
+
+    def build_main(self, step: Step, index: int) -> None:
+        """Make the fp32 partition of a group from a clone of its narrow one (`.clone().float()`)."""
+        size = 0 if self.offloads else self.partition(self.groups[index]) * self.element_bytes
+        clone = step.allocate("partition.clone", Category.OTHER, [size])
+        step.moment("clone", Phase.INIT)
+        self._hold_main_of(step, index, born=step.now)
+        step.moment("to_float32", Phase.INIT)
+        step.free(clone)
+
+    def build_gradients(self, step: Step, elements: Iterable[int]) -> None:
+        """Make fp32 gradients of so many elements for an update that is never made, and free them
+        (`initialize_optimizer_states`)."""
+        sizes = [] if self.offloads else [count * MAIN_BYTES for count in elements]
+        made = step.allocate("partition.grad", Category.OTHER, sizes)
+        step.moment("initialize_optimizer_states", Phase.INIT)
+        step.free(made)
+        step.moment("built", Phase.INIT)
 
     def optimized(self) -> list[TrainedTensor]:
         """The partitions that the optimizer updates; none on the GPU if it is offloaded."""
@@ -164,7 +187,16 @@ class Partitions(Layout):
         most = max(pieces, default=0)
         return most * more_bytes + min(most, at_a_time or most) * NORM_BYTES
 
+    def _overflow_check(self) -> tuple[list[int], int]:
+        """The bytes of the tensors with which all gradients on the GPU are searched for infinite ones, and their stream."""
+        raise NotImplementedError
+
     def clip(self, step: Step) -> None:
+        if self._scales_loss and not self.offloads:
+            sizes, stream = self._overflow_check()
+            looked = step.allocate("has_overflow", Category.TEMPORARIES, sizes, stream=stream)
+            step.moment("has_overflow", Phase.GRADIENT_CLIPPING)
+            step.free(looked)
         size = 0 if self.offloads else self._largest_gradient() * NORM_BYTES
         norm = step.allocate("norm.to_float64", Category.TEMPORARIES, [size])
         step.moment("scaled_global_norm", Phase.GRADIENT_CLIPPING)

@@ -67,8 +67,8 @@ class Zero12Settings(ZeroSettings):
     clones_large: bool
     """Whether a gradient that is larger than the bucket is cloned if the optimizer is on the host."""
     overflow_bytes: int
-    """Bytes per element that looking for infinite elements allocates (`has_inf_or_nan`), of each of this rank's gradients
-    if the optimizer is on the host (`copy_grads_in_partition`)."""
+    """Bytes per element that looking for infinite elements allocates (`has_inf_or_nan`), one of this rank's gradients after
+    the other: in backward if the optimizer is on the host (`copy_grads_in_partition`), else before clipping."""
 
     returns_wide: bool
     """Whether the host's updated fp32 partition comes to the GPU as it is, to be narrowed there."""
@@ -110,12 +110,29 @@ class Zero12(Partitions):
         """For a template, by its id and the names of its block's tensors: the place, among those tensors, of the one that
         each gradient belongs to."""
 
-    def hold_resident(self, step: Step) -> None:
+    def build(self, step: Step) -> None:
+        """The engine is made: each group's weights go to the host, the cache is emptied, and they come back as one
+        tensor."""
+        self._hold_frozen(step)
+        for index in range(len(self.groups)):
+            self._hold_flat(step, index, born=step.now)
+            step.moment("flatten", Phase.INIT)
+            self.build_main(step, index)
+        self.build_gradients(step, map(self.partition, self.groups))
+
+    def _hold_frozen(self, step: Step) -> None:
         frozen = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if not t.trains)
         step.hold_all(frozen, Category.PARAMETERS)
-        for index, group in enumerate(self.groups):
-            size = self.partition(group) * self.ranks * self.element_bytes
-            step.hold(f"bit16_group_flat.{index}", Category.PARAMETERS, size, 0)
+
+    def _hold_flat(self, step: Step, index: int, *, born: int) -> None:
+        """Hold the flat weights of a group."""
+        size = self.partition(self.groups[index]) * self.ranks * self.element_bytes
+        step.hold(f"bit16_group_flat.{index}", Category.PARAMETERS, size, born)
+
+    def hold_resident(self, step: Step) -> None:
+        self._hold_frozen(step)
+        for index in range(len(self.groups)):
+            self._hold_flat(step, index, born=0)
         self.hold_main(step)
         if self.offloads:  # temp_grad_buffer_for_gpu_offload
             largest = max(t.numel for t in self.trained) * self.element_bytes
@@ -328,6 +345,9 @@ class Zero12(Partitions):
                 step.hold(f"{tensor.name}.grad", Category.GRADIENTS, size, begins, dies, tensor.module)
 
     # -- optimizer --------------------------------------------------------------------------------------------------------
+
+    def _overflow_check(self) -> tuple[list[int], int]:
+        return [self._largest_gradient() * self._overflow_bytes], 0
 
     def before_update(self, step: Step, group: list[TrainedTensor]) -> None:
         super().before_update(step, group)

@@ -109,19 +109,32 @@ class Zero3(Partitions):
         """Elements of one rank's part of a tensor."""
         return -(-tensor.numel // self.ranks)
 
+    def build(self, step: Step) -> None:
+        """The engine is made: it empties the cache when it has joined the partitions (`defragment`), and makes the buffers
+        of gradients last."""
+        self._hold_partitions(step)
+        step.moment("defragment", Phase.INIT)
+        for index in range(len(self.groups)):
+            self.build_main(step, index)
+        self.build_gradients(step, [max(part.numel for part in self.sub_groups())])
+
     def hold_resident(self, step: Step) -> None:
-        step.hold_all(((t.name, t.module, t.numel * t.element_bytes) for t in self._whole), Category.PARAMETERS)
-        if not self.offloads_parameters:
-            flat = sum(self.part(t) * t.element_bytes for t in self.trained)  # defragmented, frozen ones are not
-            step.hold("partitions", Category.PARAMETERS, flat, 0)
-            frozen = ((t.name, t.module, self.part(t) * t.element_bytes) for t in self.tensors if not t.trains)
-            step.hold_all(frozen, Category.PARAMETERS)
+        self._hold_partitions(step)
         self.hold_main(step)
         sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
         step.allocate("ipg_bucket", BUFFERS, sizes if self.contiguous else [])
         if not self.offloads:
             size = self.partition(self.trained) * self.element_bytes
             step.allocate("grad_partitions_flat_buffer", Category.GRADIENTS, [size])
+
+    def _hold_partitions(self, step: Step) -> None:
+        """Hold this rank's parts of all weights."""
+        step.hold_all(((t.name, t.module, t.numel * t.element_bytes) for t in self._whole), Category.PARAMETERS)
+        if not self.offloads_parameters:
+            flat = sum(self.part(t) * t.element_bytes for t in self.trained)  # defragmented, frozen ones are not
+            step.hold("partitions", Category.PARAMETERS, flat, 0)
+            frozen = ((t.name, t.module, self.part(t) * t.element_bytes) for t in self.tensors if not t.trains)
+            step.hold_all(frozen, Category.PARAMETERS)
 
     def optimized(self) -> list[TrainedTensor]:
         return [] if self.offloads else self.sub_groups()
@@ -156,7 +169,7 @@ class Zero3(Partitions):
         def play(step: Step, first: bool) -> None:
             if first not in self._coordinators:
                 self._coordinators[first] = self._coordinator(step, turns, first=first)
-            coordinator, instants = self._coordinators[first], Instants(made, _copied(reductions))
+            coordinator, instants = self._coordinators[first], Instants(made, _copied(reductions), step.now)
             coordinator.weights.step = step
             coordinator.play(turns, instants)
             then(step, coordinator.weights, instants.reductions)
@@ -336,6 +349,12 @@ class Zero3(Partitions):
         if (coordinator := self._coordinators.get(bool(self.first_step))) is not None:
             coordinator.weights.on(step).release_rest(step.now, small_too=True)
         super().clip(step)
+
+    def _overflow_check(self) -> tuple[list[int], int]:
+        """`isinf` of the buffer of all this rank's gradients, on the stream that reduces them. It makes their absolute
+        values and a truth value each (torch `native/TensorCompare.cpp` isinf)."""
+        elements = self.partition(self.trained)
+        return [elements * self.element_bytes, elements], self._reduces
 
     def release_gradients(self, step: Step) -> None:
         """Also gathers the small tensors again, which have been updated (`_post_step`)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.run_ahead import Awaited
 from peakcast.models.ledger.layouts.zero3_hooks import Leaf, ModuleTurn, TurnPart
 from peakcast.models.ledger.layouts.zero3_instants import Instants
 from peakcast.models.ledger.layouts.zero3_order import Order
@@ -19,6 +20,10 @@ from peakcast.models.ledger.tape.step import Step
 
 LEARNING_MICRO_BATCHES = 3
 """Number of equal micro-batches after which the coordinator's knowledge of their order no longer changes."""
+
+
+OUTSTANDING_REDUCTIONS = 3
+"""Reductions under way when the CPU waits for the first of them (`stage3.py`: more than `max_param_reduce_events`)."""
 
 
 class Coordinator:
@@ -61,6 +66,7 @@ class Coordinator:
     def play(self, turns: Sequence[ModuleTurn], instants: Instants) -> None:
         """Play all turns of a micro-batch. `instants`: what else is allocated meanwhile."""
         users = WeightUsers(turns, self.engine, self._viewed)
+        self.weights.awaited = Awaited(sorted(instants.reductions), OUTSTANDING_REDUCTIONS, instants.ends)
         for index, turn in enumerate(turns):
             self.weights.begin_instant(turn.begins, instants)
             mine = self._fetch(turn)

@@ -66,10 +66,11 @@ class Reduction:
 class Instants:
     """Allocations at each instant of a micro-batch other than gathered weights. `made`: bytes that the instant's operation
     allocates. `reductions`: by instant, the reduction that follows the operation; by then what a checkpoint kept for the
-    operation is free."""
+    operation is free. `ends`: the instant after the last, at which the CPU waits for the GPU."""
 
     made: Sequence[int] | npt.NDArray[np.int64] = ()
     reductions: dict[int, Reduction] = field(default_factory=dict)
+    ends: int = 0
 
     def made_at(self, instant: int) -> int:
         """Bytes that are allocated at an instant."""

@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 
 from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.run_ahead import Awaited
 from peakcast.models.ledger.layouts.zero import BUFFERS, Buckets
 from peakcast.models.ledger.layouts.zero3_instants import GatheredBefore, Instants
 from peakcast.models.ledger.tape.step import Step
@@ -27,9 +28,8 @@ class Zero3Engine:
     """Whether a checkpoint keeps trained weights that its recomputation has used, so that a release does not free their
     memory (`torch/utils/checkpoint.py`, not with use_reentrant: `x.detach()` in `_recomputation_hook`)."""
     stream: int = 0
-    """The stream on which it allocates. The computing stream still uses a released weight (`free_param`: `record_stream`),
-    so its block would have to wait; that is not counted. DeepSpeed waits for gathers and reductions only, so nothing in a
-    forward says how far ahead the CPU is: at its end, all its weights may be missing from the cache, or none."""
+    """The stream on which it allocates. If it is not the computing stream, the block of a released weight can be reused
+    only when that has passed (`free_param`: `record_stream`)."""
     reassigns: bool = True
     """Whether frozen weights that a recomputation gathers are released by the module whose backward is running, instead of
     by the modules that are recomputed (`ds_recompute_parameters`, since DeepSpeed 0.19.3)."""
@@ -71,6 +71,8 @@ class Weights:
         self.gathers: dict[StoredTensor, Gather] = {}
         self.elements = 0
         """Gathered elements, as DeepSpeed counts them: from 0 each time the network runs forward."""
+        self.awaited = Awaited((), 0, 0)
+        """What the CPU waits for in the micro-batch that is played."""
         self._passing = GatheredBefore(-1)
         """The bytes gathered in the instant at which the current turns begin."""
         self._for_good: set[StoredTensor] = set()
@@ -141,7 +143,8 @@ class Weights:
             self.elements -= tensor.numel
             category = Category.PARAMETERS if engine.persists(tensor) else BUFFERS
             stream = engine.stream if born else 0  # small ones from the last step were gathered on the computing stream
-            self.step.hold("gathered", category, engine.padded_bytes(tensor), born, now, tensor.module, stream)
+            reusable = self.awaited.reusable(now) if stream else 0
+            self.step.hold("gathered", category, engine.padded_bytes(tensor), born, now, tensor.module, stream, reusable)
 
     def drop_gathers(self, now: int) -> None:
         """Wait for what was gathered ahead and free it; several tensors gathered together are only then copied out."""

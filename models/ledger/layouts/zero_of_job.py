@@ -54,6 +54,7 @@ def _zero12(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[s
     settings = Zero12Settings(
         ranks=job.parallelism.data_parallel_size,
         element_bytes=int(DTYPE_BYTES[job.precision.parameters]),
+        scales_loss=job.precision.parameters == "float16",
         buckets=_buckets(chosen, num_reduce=2 if _overlaps(chosen, stage) else 1),
         contiguous=bool(chosen.get("contiguous_gradients", True)) or offloads,
         offloads=offloads,
@@ -85,6 +86,7 @@ def _zero3(
     settings = Zero3Settings(
         ranks=job.parallelism.data_parallel_size,
         element_bytes=int(DTYPE_BYTES[job.precision.parameters]),
+        scales_loss=job.precision.parameters == "float16",
         buckets=_buckets(chosen, num_reduce=1),
         contiguous=bool(chosen.get("contiguous_gradients", True)),
         offloads=job.offload.optimizer,

@@ -16,12 +16,12 @@ from peakcast.models.baseline.ledger import ledger
 from peakcast.models.calibration.samples import prepare
 from peakcast.models.ledger.layouts.broadcast import (
     BROADCAST_BUCKET_BYTES,
-    LAUNCHES_AHEAD,
     LAUNCHES_OF_A_UNIT,
     Broadcasts,
     size_buckets,
 )
 from peakcast.models.ledger.layouts.fsdp_units import Unit
+from peakcast.models.ledger.layouts.run_ahead import LAUNCHES_AHEAD
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category
 
