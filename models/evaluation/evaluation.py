@@ -16,6 +16,7 @@ from typing import Any
 from peakcast.answers.prediction import QUANTITIES, Interval
 from peakcast.core.findings import CAUSES, OF_THE_CACHE
 from peakcast.measurements.records import Measurement
+from peakcast.models.baseline.baseline import usable_bytes
 from peakcast.models.calibration.grouping import row_kind
 from peakcast.models.calibration.regressors import candidate_regressors
 from peakcast.models.calibration.samples import (
@@ -32,8 +33,9 @@ from peakcast.models.evaluation.decisions import Decisions, decisions_of
 from peakcast.models.evaluation.holdout import Answers, MakeCandidates, held_out
 from peakcast.models.evaluation.metrics import AccuracySummary, Floor, Scored, floor, summarise
 from peakcast.models.evaluation.new_hardware import LearningPoint, learning_curves
+from peakcast.models.prediction.cache_findings import cache_findings
 from peakcast.models.prediction.outside_findings import outside_estimated
-from peakcast.models.prediction.predict import known_of, retries
+from peakcast.models.prediction.predict import known_of
 
 SPLITS: dict[str, Callable[[Sample], str]] = {
     "architecture": lambda sample: sample.architecture,
@@ -223,7 +225,8 @@ def _finding_with_cause(sample: Sample, quantity: str, point: int) -> str:
     """The sentence of a finding that names a cause why the `point` of `quantity` may be off; "" if there is none."""
     caches = quantity in ("peak_reserved_bytes", "peak_device_bytes")
     beside = outside_estimated(sample.baseline, point) if quantity == "peak_device_bytes" else None
-    found = (*known_of(sample.row.job), retries(sample.baseline), beside)
+    there = usable_bytes(sample.row.job, sample.device)
+    found = (*known_of(sample.row.job), *cache_findings(sample.baseline, there), beside)
     return next(
         (
             finding.sentence

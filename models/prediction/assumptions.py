@@ -102,12 +102,6 @@ def _of_reserved_memory(job: TrainingJob, base: Baseline) -> Iterator[str]:
                 f"{format_gib(most)} where some tensors go a few operations later, as with another release; the bar covers "
                 "it."
             )
-    if base.waiting_bytes > NOTABLE_SPREAD * base.peak_reserved_bytes:
-        yield (
-            f"{format_gib(base.waiting_bytes)} of reserved memory are blocks that are freed but wait until another stream "
-            "of the GPU has finished with them, as many as if kernels took much longer than their launches; small "
-            "micro-batches reserve less. The allocator returns them rather than run out of memory."
-        )
 
 
 def _of_host_memory(job: TrainingJob, device: Device, base: Baseline) -> Iterator[str]:

@@ -12,7 +12,7 @@ from peakcast.answers.prediction import Prediction
 from peakcast.core.findings import Finding, ordered
 from peakcast.core.units import GIB
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.baseline.baseline import Baseline, Ledger, baseline, usable_bytes
+from peakcast.models.baseline.baseline import Ledger, baseline, usable_bytes
 from peakcast.models.baseline.device_memory import communicator_bytes, contexts_and_kernels_bytes
 from peakcast.models.baseline.measured_constants import outside
 from peakcast.models.baseline.reserved_findings import reserved_findings
@@ -22,6 +22,7 @@ from peakcast.models.calibration.domain import severity
 from peakcast.models.calibration.features import features, kinds, sizes
 from peakcast.models.calibration.grouping import bar_groups
 from peakcast.models.prediction.assumptions import assumptions
+from peakcast.models.prediction.cache_findings import cache_findings
 from peakcast.models.prediction.combining import combine
 from peakcast.models.prediction.device_scope import device_findings
 from peakcast.models.prediction.loss_chunks import with_loss_chunks
@@ -58,7 +59,8 @@ def predict(
     reasons = reasons_outside(job, device, row, calibration, known)
     intervals = combine(job, base, row, calibration, device, known)
     judged = judge(intervals, limits(job, device), reasons)
-    noticed = [*reasons, judged.finding, retries(base), outside_estimated(base, intervals["peak_device_bytes"].point)]
+    noticed = [*reasons, judged.finding, *cache_findings(base, usable_bytes(job, device))]
+    noticed.append(outside_estimated(base, intervals["peak_device_bytes"].point))
     here = copy_context()  # what is computed later uses the timelines chosen now
     return Prediction(
         gpu=device.name,
@@ -131,18 +133,6 @@ def _beyond_positions(job: TrainingJob) -> tuple[Finding, ...]:
         f"run would fail; use at most {rows}, or a network with max_position_embeddings={longest}."
     )
     return (Finding("positions_exceeded", "sequence_length", "either", sentence),)
-
-
-def retries(base: Baseline) -> Finding | None:
-    """A finding if the simulated allocator has to give cached memory back to the driver; nvidia-smi may or may not have
-    shown the peak."""
-    if not base.num_retries:
-        return None
-    sentence = (
-        f"the simulated allocator gives cached memory back and retries {base.num_retries} times: the run would be slow and "
-        "close to out of memory; try expandable_segments."
-    )
-    return Finding("allocator_retries", "allocator.expandable_segments", "either", sentence)
 
 
 def known_of(job: TrainingJob) -> tuple[Finding, ...]:

@@ -75,7 +75,8 @@ KINDS = {
     "cache_beyond_capacity": Kind("the tensors may fit, the allocator's cache does not"),
     "host_memory_not_given": Kind("the host memory that is needed is more than a usual node has"),
     "reserved_beyond_replay": Kind("published runs of such jobs hold more than the simulated allocator reserves"),
-    "allocator_retries": Kind("the simulated allocator runs out of memory and frees its cache to go on"),
+    "allocator_retries": Kind("the simulated allocator runs out of memory, or nearly, and frees its cache to go on"),
+    "blocks_wait": Kind("the cache has blocks that wait for the GPU, as many as there can be"),
     "default_changed": Kind("the default of a setting does not suit this network; the sentence says what is assumed"),
     "value_assumed": Kind("a script that ran on fake tensors read a value that only a run on data has, and was given one"),
     "timing_assumed": Kind("what a script keeps depends on how fast CPU and GPU are, which a dry run does not measure"),
@@ -92,7 +93,7 @@ KINDS = {
     ),
 }
 """Every code a finding can have. A code keeps its meaning; a new meaning is a new code."""
-OF_THE_CACHE = frozenset(("reserved_beyond_replay", "allocator_retries"))
+OF_THE_CACHE = frozenset(("reserved_beyond_replay", "allocator_retries", "blocks_wait"))
 """Codes of findings about the allocator's cache, which do not affect allocated memory."""
 CAUSES = OF_THE_CACHE | {
     "not_modelled", "network_guessed", "nearly_modelled", "setting_ignored", "setting_not_modelled", "outside_estimated",
