@@ -328,7 +328,8 @@ def _checkpointing(training: Settings, shards: Settings | None, modern: bool) ->
         training.notes.assumptions.append(
             f"use_reentrant is not given; {'transformers 5' if modern else 'transformers 4'} takes {reentrant}."
         )
-    return ActivationCheckpointing(mode="full", use_reentrant=reentrant)
+    each = settings.integer("every_n_layers", 1) or 1
+    return ActivationCheckpointing(mode="full", use_reentrant=reentrant, every_n_layers=each)
 
 
 def _liger(training: Settings, options: dict[str, Any]) -> bool:
@@ -360,7 +361,7 @@ def _account_for_the_rest(run: _Run) -> None:
     _account_for_offloading(run)
     if not isinstance(training.raw("parallelism_config", {}), Mapping):
         raise training.refuse("parallelism_config", "must be a mapping of sizes, such as dp_shard_size: 8")
-    note_inner(training, "gradient_checkpointing_kwargs", ("use_reentrant",), keys.CHECKPOINT_DETAILS)
+    note_inner(training, "gradient_checkpointing_kwargs", keys.CHECKPOINT_SETTINGS, keys.CHECKPOINT_DETAILS)
     if engine is not None:
         _account_for_the_engine(notes, engine)
     for settings, ignored in (
