@@ -32,6 +32,7 @@ from peakcast.dialects.huggingface.dtypes import (
     quantized_compute,
     weights_dtype,
     widened_adapters,
+    widened_under_fsdp,
     with_auto_dtype,
 )
 from peakcast.dialects.huggingface.evaluation import note_evaluation
@@ -202,13 +203,13 @@ def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Preci
     loaded = half if engine is not None and half is not None else weights
     widens = release(run.versions.get("peft", "0.12")) >= (0, 12)
     finetuning = finetuning_of(run.adapter, loaded, quantization, notes, options, widens)
-    widening = shards if run.widens_for_fsdp2 or (shards and fsdp_version(shards) != 2) else None
-    finetuning = widened_adapters(finetuning, half, widening, notes)
+    widened = widened_under_fsdp(shards, run.versions, fsdp2_too=run.widens_for_fsdp2)
+    finetuning = widened_adapters(finetuning, half, shards, widened, notes)
     if finetuning.quantization == "nf4" and quantized_compute(quantization, training) not in (None, half or weights):
         options["quantized_compute_dtype"] = quantized_compute(quantization, training)
     if finetuning.quantization and shards is not None:
         options |= storage_under_fsdp(quantization, fsdp_version(shards), notes)
-    return precision_of(weights, half, engine, widening, finetuning, notes, options), finetuning
+    return precision_of(weights, half, engine, widened, finetuning, notes, options), finetuning
 
 
 def _with_options(job: TrainingJob, options: dict[str, Any], notes: Notes) -> TrainingJob:
