@@ -42,3 +42,18 @@ def test_the_weights_that_accelerate_widens_depend_on_its_release(fsdp_version, 
 def test_weights_of_4_bits_are_not_widened():
     quantized = {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16", "quant_method": "bitsandbytes"}
     assert precision(2, "1.10.1", LORA, quantization_config=quantized).parameters == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("versions", "peft", "said"),
+    [
+        ({"transformers": "4.56"}, LORA, True),
+        ({"transformers": "4.56", "accelerate": "1.10"}, LORA, False),
+        ({"transformers": "4.56"}, None, False),
+        ({}, LORA, False),
+    ],
+)
+def test_an_old_transformers_without_its_accelerate_is_said(versions, peft, said):
+    training = {"bf16": True, "dtype": "bfloat16"}
+    found = from_huggingface(LLAMA, training, peft, None, {"fsdp_version": 2}, 2, versions=versions)
+    assert any("The release of accelerate is not given" in str(note) for note in found.warnings) is said

@@ -175,6 +175,20 @@ def widened_under_fsdp(shards: Settings | None, versions: Mapping[str, str], *, 
     return "trained" if not accelerate or accelerate > (1, 13) else "all"
 
 
+def note_release_of_accelerate(
+    shards: Settings, versions: Mapping[str, str], weights: Dtype, finetuning: Finetuning, notes: Notes
+) -> None:
+    """Says that an accelerate as old as the transformers that is asked for casts frozen weights too."""
+    frozen = finetuning.method != "full" and finetuning.quantization is None
+    if frozen and weights != "float32" and fsdp_version(shards) == 2 and "accelerate" not in versions:
+        notes.warnings.append(
+            "The release of accelerate is not given: from 1.13 on it leaves frozen weights as they are, as counted here; "
+            f"before, FSDP2 held those of {weights} in float32: --versions accelerate=1.12 counts that.",
+            "fsdp_version",
+            "more",
+        )
+
+
 def widened_adapters(
     finetuning: Finetuning, half: Dtype | None, shards: Settings | None, widened: Widened, notes: Notes
 ) -> Finetuning:

@@ -28,6 +28,7 @@ from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_opti
 from peakcast.dialects.huggingface.dtypes import (
     finetuning_of,
     half_dtype,
+    note_release_of_accelerate,
     precision_of,
     quantized_compute,
     weights_dtype,
@@ -205,6 +206,8 @@ def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Preci
     finetuning = finetuning_of(run.adapter, loaded, quantization, notes, options, widens)
     widened = widened_under_fsdp(shards, run.versions, fsdp2_too=run.widens_for_fsdp2)
     finetuning = widened_adapters(finetuning, half, shards, widened, notes)
+    if half is not None and shards is not None and run.widens_for_fsdp2 and not run.is_modern:
+        note_release_of_accelerate(shards, run.versions, weights, finetuning, notes)
     if finetuning.quantization == "nf4" and quantized_compute(quantization, training) not in (None, half or weights):
         options["quantized_compute_dtype"] = quantized_compute(quantization, training)
     if finetuning.quantization and shards is not None:
