@@ -19,7 +19,7 @@ from peakcast.collectors.dryrun.losses import loss_of, packages
 from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.steps import ScriptSteps
 from peakcast.collectors.dryrun.unsaid import unsaid
-from peakcast.collectors.dryrun.wrapped import DTYPES, layout, mixed, of_deepspeed, offloads
+from peakcast.collectors.dryrun.wrapped import DTYPES, layout, mixed, of_deepspeed, offloads, shape_of
 
 OPTIMIZERS = {
     "adamw": "adamw", "adam": "adam", "sgd": "sgd", "adafactor": "adafactor", "muon": "muon", "lion": "lion",
@@ -140,10 +140,10 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
             return read
         except PeakcastError:
             pass
-    matrices = [tuple(one.shape) for one in network.parameters() if one.ndim == 2] or [(1, 1)]
+    matrices = [shape for one in network.parameters() if len(shape := shape_of(one)) == 2] or [(1, 1)]
     widths = Counter(size for shape in matrices for size in shape if size > 1) or Counter([1])
     hidden = widths.most_common(1)[0][0]
-    tables = [part.weight.shape[0] for part in network.modules() if isinstance(part, torch.nn.Embedding)]
+    tables = [shape_of(part.weight)[0] for part in network.modules() if isinstance(part, torch.nn.Embedding)]
     vocabulary = max(tables, default=max(widths))
     inner = max((width for width in widths if width != vocabulary), default=hidden)
     lists = [part for part in network.modules() if isinstance(part, (torch.nn.ModuleList, torch.nn.Sequential))]

@@ -18,6 +18,7 @@ from peakcast.collectors.dryrun.evaluation import Evaluations
 from peakcast.collectors.dryrun.idle_steps import IdleSteps
 from peakcast.collectors.dryrun.lengths import StepLengths
 from peakcast.collectors.dryrun.patience import Patience
+from peakcast.collectors.dryrun.wrapped import engine_steps
 from peakcast.collectors.tracing.phases import announced, inside_backward
 from peakcast.collectors.tracing.quantized_constants import constants_of
 from peakcast.collectors.tracing.tracer import Tracer
@@ -278,8 +279,10 @@ class ScriptSteps:
         return self._parameters.get(id(parameter), "parameter")
 
     def _stepped_by_itself(self) -> bool:
-        """Whether something that is no `torch.optim.Optimizer` has stepped: gradients that backward made were released."""
+        """Whether something that is no `torch.optim.Optimizer` has stepped: gradients that backward made were released, and
+        not to an engine, which adds up its own until its optimizer steps."""
         watches = not self.optimizers and self._has_gradients and torch.is_grad_enabled()
+        watches = watches and not engine_steps(self.networks)
         return watches and self._gradients_are_gone()
 
     def _gradients_are_gone(self) -> bool:

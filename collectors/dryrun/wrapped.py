@@ -81,6 +81,18 @@ def of_deepspeed(networks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     return {**own, **{option: value if isinstance(value, bool) else int(value) for option, value in found.items()}}
 
 
+def engine_steps(networks: Sequence[torch.nn.Module]) -> bool:
+    """Whether a DeepSpeed engine among `networks` has an optimizer. From ZeRO-1 on, a backward's end releases the gradients
+    of parameters, whether or not the optimizer steps then (DeepSpeed 0.19 runtime/zero/stage_1_and_2.py
+    `independent_gradient_partition_epilogue`: `zero_grad`; stage3.py `partition_grads`: `param.grad = None`)."""
+    return any(_is_engine(one) and getattr(one, "optimizer", None) is not None for one in networks)
+
+
+def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Its sizes when whole: ZeRO-3 leaves no element in what it shards (DeepSpeed 0.19 partition_parameters.py)."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def _is_engine(part: torch.nn.Module) -> bool:
     return type(part).__name__ == "DeepSpeedEngine"
 

@@ -337,6 +337,7 @@ def test_what_the_replay_is_known_to_miss_is_said_and_changes_no_bar_of_tensors(
     zero, engine = {"framework": "deepspeed", "offload": Offload(optimizer=True)}, "reserved_beyond_replay"
     one = Parallelism(data_parallel_size=2, zero_stage=2)
     assert codes(**zero, parallelism=one) == [(engine, "offload.optimizer", "more")]
+    assert codes(**zero | {"framework": "megatron"}, parallelism=replace(one, zero_stage=1)) == []  # not DeepSpeed's engine
     assert codes(framework="deepspeed", parallelism=one) == []
     assert codes(batch=changing) == [("reserved_beyond_replay", "batch.shortest_sequence", "more")]
     assert not KINDS["reserved_beyond_replay"].uncounted

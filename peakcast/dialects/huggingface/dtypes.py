@@ -8,11 +8,15 @@ from typing import Any, Literal
 
 from peakcast import catalog
 from peakcast.core.errors import SpecError
+from peakcast.core.versions import release
 from peakcast.dialects.common.translation import Notes, Settings
 from peakcast.dialects.huggingface import keys
 from peakcast.dialects.huggingface.adapters import adapter_of
 from peakcast.dialects.huggingface.parallelism import fsdp_version, mapping_at
 from peakcast.jobs.spec import Dtype, Finetuning, Precision
+
+Widened = Literal["none", "trained", "all"]
+"""Which weights of 16 bits a launcher casts to float32."""
 
 CHECKPOINTS = "that of the checkpoint"
 """The `dtype_if_unsaid` of dtype="auto" (any release's `from_pretrained`)."""
@@ -154,11 +158,43 @@ def quantized_compute(quantization: Mapping[str, Any], settings: Settings) -> Dt
     return keys.DTYPES.get(asked)
 
 
-def widened_adapters(finetuning: Finetuning, half: Dtype | None, shards: Settings | None, notes: Notes) -> Finetuning:
-    """`finetuning` with adapters in float32 if accelerate casts them. It casts all trained parameters if FSDP mixes
-    precisions, except with FSDP2 and bitsandbytes' 4 bits (accelerate 1.15 accelerator.py, utils/fsdp_utils.py
-    `fsdp2_prepare_model`)."""
-    if half is None or shards is None or finetuning.adapter_dtype in (None, "float32"):
+def widened_under_fsdp(shards: Settings | None, versions: Mapping[str, str], *, fsdp2_too: bool) -> Widened:
+    """Which weights accelerate casts to float32 where FSDP mixes precisions. `fsdp2_too`: whether its own function
+    prepares FSDP2.
+
+    FSDP1: those that train (accelerator.py, "upcasting"). FSDP2 (utils/fsdp_utils.py `fsdp2_prepare_model`): the whole
+    model until 1.12; 1.13 casts into names that it drops, so none; from 1.14 on those that train.
+    """
+    if shards is None:
+        return "none"
+    if fsdp_version(shards) != 2:
+        return "trained"
+    accelerate = release(versions.get("accelerate", "1.15"))[:2]
+    if not fsdp2_too or accelerate == (1, 13):
+        return "none"
+    return "trained" if not accelerate or accelerate > (1, 13) else "all"
+
+
+def note_release_of_accelerate(
+    shards: Settings, versions: Mapping[str, str], weights: Dtype, finetuning: Finetuning, notes: Notes
+) -> None:
+    """Says that an accelerate as old as the transformers that is asked for casts frozen weights too."""
+    frozen = finetuning.method != "full" and finetuning.quantization is None
+    if frozen and weights != "float32" and fsdp_version(shards) == 2 and "accelerate" not in versions:
+        notes.warnings.append(
+            "The release of accelerate is not given: from 1.13 on it leaves frozen weights as they are, as counted here; "
+            f"before, FSDP2 held those of {weights} in float32: --versions accelerate=1.12 counts that.",
+            "fsdp_version",
+            "more",
+        )
+
+
+def widened_adapters(
+    finetuning: Finetuning, half: Dtype | None, shards: Settings | None, widened: Widened, notes: Notes
+) -> Finetuning:
+    """`finetuning` with adapters in float32 if accelerate casts them: trained parameters, except with FSDP2 and
+    bitsandbytes' 4 bits."""
+    if half is None or shards is None or widened == "none" or finetuning.adapter_dtype in (None, "float32"):
         return finetuning
     if finetuning.quantization == "nf4" and fsdp_version(shards) == 2:
         return finetuning
@@ -170,7 +206,7 @@ def precision_of(
     weights: Dtype,
     half: Dtype | None,
     engine: Settings | None,
-    shards: Settings | None,
+    widened: Widened,
     finetuning: Finetuning,
     notes: Notes,
     options: dict[str, Any],
@@ -179,9 +215,10 @@ def precision_of(
         return Precision(
             parameters=half, compute=half, gradients=half, optimizer_states="float32", main_parameters="float32"
         )
-    if half is not None and shards is not None and finetuning.method == "full" and weights != "float32":
-        # accelerate 1.15 accelerator.py ("upcasting"), utils/fsdp_utils.py fsdp2_prepare_model
-        notes.assumptions.append(f"accelerate widens weights of {weights} to float32, since FSDP mixes precisions.")
+    whole = widened == "all" and finetuning.quantization is None
+    if half is not None and weights != "float32" and (whole or (finetuning.method == "full" and widened != "none")):
+        frozen = "" if finetuning.method == "full" else ", frozen ones too before 1.13"
+        notes.assumptions.append(f"accelerate widens weights of {weights} to float32, since FSDP mixes precisions{frozen}.")
         weights = "float32"
     trained: Dtype = weights
     if finetuning.method != "full" and weights != "float32" and finetuning.adapter_dtype in (None, "float32"):

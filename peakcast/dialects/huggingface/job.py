@@ -28,10 +28,12 @@ from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_opti
 from peakcast.dialects.huggingface.dtypes import (
     finetuning_of,
     half_dtype,
+    note_release_of_accelerate,
     precision_of,
     quantized_compute,
     weights_dtype,
     widened_adapters,
+    widened_under_fsdp,
     with_auto_dtype,
 )
 from peakcast.dialects.huggingface.evaluation import note_evaluation
@@ -202,13 +204,15 @@ def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Preci
     loaded = half if engine is not None and half is not None else weights
     widens = release(run.versions.get("peft", "0.12")) >= (0, 12)
     finetuning = finetuning_of(run.adapter, loaded, quantization, notes, options, widens)
-    widening = shards if run.widens_for_fsdp2 or (shards and fsdp_version(shards) != 2) else None
-    finetuning = widened_adapters(finetuning, half, widening, notes)
+    widened = widened_under_fsdp(shards, run.versions, fsdp2_too=run.widens_for_fsdp2)
+    finetuning = widened_adapters(finetuning, half, shards, widened, notes)
+    if half is not None and shards is not None and run.widens_for_fsdp2 and not run.is_modern:
+        note_release_of_accelerate(shards, run.versions, weights, finetuning, notes)
     if finetuning.quantization == "nf4" and quantized_compute(quantization, training) not in (None, half or weights):
         options["quantized_compute_dtype"] = quantized_compute(quantization, training)
     if finetuning.quantization and shards is not None:
         options |= storage_under_fsdp(quantization, fsdp_version(shards), notes)
-    return precision_of(weights, half, engine, widening, finetuning, notes, options), finetuning
+    return precision_of(weights, half, engine, widened, finetuning, notes, options), finetuning
 
 
 def _with_options(job: TrainingJob, options: dict[str, Any], notes: Notes) -> TrainingJob:
@@ -328,7 +332,8 @@ def _checkpointing(training: Settings, shards: Settings | None, modern: bool) ->
         training.notes.assumptions.append(
             f"use_reentrant is not given; {'transformers 5' if modern else 'transformers 4'} takes {reentrant}."
         )
-    return ActivationCheckpointing(mode="full", use_reentrant=reentrant)
+    each = settings.integer("every_n_layers", 1) or 1
+    return ActivationCheckpointing(mode="full", use_reentrant=reentrant, every_n_layers=each)
 
 
 def _liger(training: Settings, options: dict[str, Any]) -> bool:
@@ -360,7 +365,7 @@ def _account_for_the_rest(run: _Run) -> None:
     _account_for_offloading(run)
     if not isinstance(training.raw("parallelism_config", {}), Mapping):
         raise training.refuse("parallelism_config", "must be a mapping of sizes, such as dp_shard_size: 8")
-    note_inner(training, "gradient_checkpointing_kwargs", ("use_reentrant",), keys.CHECKPOINT_DETAILS)
+    note_inner(training, "gradient_checkpointing_kwargs", keys.CHECKPOINT_SETTINGS, keys.CHECKPOINT_DETAILS)
     if engine is not None:
         _account_for_the_engine(notes, engine)
     for settings, ignored in (

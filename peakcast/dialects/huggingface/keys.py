@@ -148,6 +148,8 @@ AUTOMATIC = _words("""
     zero_allow_untested_optimizer
 """)
 """Keys of a DeepSpeed configuration that may be "auto" (transformers 5.17 integrations/deepspeed.py)."""
+CHECKPOINT_SETTINGS = ("use_reentrant", "every_n_layers", "offload")
+"""Keys of gradient_checkpointing_kwargs that are read."""
 CHECKPOINT_DETAILS = _words("preserve_rng_state determinism_check debug early_stop")
 """Arguments of torch.utils.checkpoint, besides use_reentrant, that do not change which tensors are saved."""
 HALF_DETAILS = _words("""

@@ -17,6 +17,8 @@ OF_LAUNCHER = ("distributed_type", "num_processes", "mixed_precision")
 RESHARDS = ("fsdp_reshard_after_forward", "reshard_after_forward")
 CHECKPOINTS = ("fsdp_activation_checkpointing", "activation_checkpointing")
 """FSDP's keys for checkpoints around its units."""
+OFFLOADED_CHECKPOINTS = ("fsdp_activation_checkpointing_offload", "activation_checkpointing_offload")
+"""FSDP's keys for the inputs of these on the host."""
 ZERO_3_SIZES = {
     "stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000,
     "stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9,
@@ -112,6 +114,18 @@ def has_checkpoints(shards: Settings | None, training: Settings) -> bool:
     return bool(asked)
 
 
+def offloads_checkpoints(shards: Settings | None, training: Settings) -> bool:
+    """Whether the inputs that checkpoints keep wait on the host: `save_on_cpu` around each checkpoint, by transformers
+    (5.17 modeling_utils.py `gradient_checkpointing_enable`) or accelerate (1.15 utils/fsdp_utils.py `fsdp2_apply_ac`).
+    Raises: SpecError where accelerate does (utils/dataclasses.py `FullyShardedDataParallelPlugin.__post_init__`)."""
+    details = training.raw("gradient_checkpointing_kwargs") or {}
+    asked = [key for key in OFFLOADED_CHECKPOINTS if shards is not None and shards.switch(key)]
+    if shards is not None and asked and not (has_checkpoints(shards, training) and fsdp_version(shards) == 2):
+        raise shards.refuse(asked[0], "needs fsdp_activation_checkpointing: true and fsdp_version: 2, as accelerate says")
+    by_trainer = training.switch("gradient_checkpointing") and isinstance(details, Mapping)
+    return bool(asked) or (by_trainer and Settings(details, training.notes, "transformers").switch("offload"))
+
+
 def without_second_checkpoints(training: dict[str, Any], *sharded: object) -> None:
     """Take the Trainer's checkpoints out of `training` if FSDP has its own in one of the mappings `sharded`: for programs
     that checkpoint the layers themselves, so that the Trainer does not know of it. Only the outer of two checkpoints
@@ -131,7 +145,7 @@ def layout_and_offload(
     options: dict[str, Any],
 ) -> tuple[Parallelism, Offload]:
     """The layout on `num_gpus` GPUs and what lives in host memory; `options` gets ZeRO\'s bucket sizes."""
-    activations = training.switch("activation_offloading")
+    activations = training.switch("activation_offloading") or offloads_checkpoints(shards, training)
     if engine is not None:
         written = {ALIASES.get(key, key): value for key, value in mapping_at(engine, "zero_optimization").items()}
         spelled = {ALIASES.get(key, key): key for key in mapping_at(engine, "zero_optimization")}
