@@ -247,12 +247,10 @@ class Step:
         dies: int = FOREVER,
         module: str = "",
         stream: int = 0,
-        reusable: int = 0,
     ) -> None:
-        """Add one tensor that lives from `born` until before `dies`; its bytes are rounded as the allocator does.
-        `reusable`: the instant from which its block can be reused, if that is later."""
+        """Add one tensor that lives from `born` until before `dies`; its bytes are rounded as the allocator does."""
         if num_bytes > 0 and born < dies:
-            self._single.extend((number_of(name), number_of(module), category, num_bytes, born, dies, stream, reusable))
+            self._single.extend((number_of(name), number_of(module), category, num_bytes, born, dies, stream, 0))
 
     def _gather(self) -> list[IntTable]:
         """The columns of everything held so far."""
