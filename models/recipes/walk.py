@@ -37,6 +37,12 @@ class Visit:
     instant: int
     weights: tuple[tuple[str, str], ...]
 
+    @classmethod
+    def read(cls, written: Sequence[Any], kept: Ints) -> Visit:
+        """The visit that a worker wrote, of whose instants only those `kept` count."""
+        runs, enters, module, instant, weights = written
+        return cls(runs, bool(enters), module, int(np.searchsorted(kept, instant)), tuple(map(tuple, weights)))
+
 
 @dataclass(frozen=True, slots=True)
 class GatheredGroup:
@@ -147,12 +153,7 @@ class Walk:
             for stretch, row in ((BORN_STRETCH, BORN_AT), (DIES_STRETCH, DIES_AT), (HANDED_ON_STRETCH, HANDED_ON_AT)):
                 of = lives[stretch] == index
                 lives[row, of] = np.searchsorted(kept, lives[row, of])
-            visits.append(
-                tuple(
-                    Visit(runs, bool(enters), module, int(np.searchsorted(kept, instant)), tuple(map(tuple, weights)))
-                    for runs, enters, module, instant, weights in mapping["visits"][index]
-                )
-            )
+            visits.append(tuple(Visit.read(written, kept) for written in mapping["visits"][index]))
         parameters = (WalkedParameter(of, name, tuple(shape), *rest) for of, name, shape, *rest in mapping["parameters"])
         return cls(
             mapping["num_places"],

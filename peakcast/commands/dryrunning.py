@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from peakcast.commands.application import CalibrationOption, Gpu, ShownOptions, 
 from peakcast.commands.asking import FITS_EXIT_CODES
 from peakcast.commands.option_groups import OptionGroup, takes_groups
 from peakcast.core.errors import ScriptError, SpecError
+
+if TYPE_CHECKING:
+    from peakcast.doors.dryrunning import Dryrun
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,6 @@ def dryrun(
     Exits with 0 when it fits, 3 when not, 4 when that is uncertain, 2 when the script cannot be followed.
     """
     from peakcast import api
-    from peakcast.printing import answers as render
-    from peakcast.printing.screen import prediction_text
 
     if gpu is None:
         raise _gpu_missing(command or [])
@@ -101,15 +102,27 @@ def dryrun(
             **asdict(limits),
         )
     except ScriptError as error:
-        if error.last_lines and not shown.output:
-            print("\n".join(f"  | {line}" for line in error.last_lines), file=sys.stderr)
+        if not shown.output:
+            _show("".join(f"  | {line}\n" for line in error.last_lines))
         raise
-    print(render.json_text(found.to_mapping()) if shown.json else prediction_text(found.answer, details=shown.details))
-    if found.not_kept:
-        raise SpecError(found.not_kept, parameter="save_recipe", value=str(save_recipe))
-    if found.kept is not None:
-        say(f"the recipe of {found.job.architecture.name} is in {save_recipe}. {found.kept.text()}")
+    _print(found, shown)
+    _say_kept(found, save_recipe)
     raise typer.Exit(FITS_EXIT_CODES[found.fits])
+
+
+def _print(found: Dryrun, shown: ShownOptions) -> None:
+    from peakcast.printing import answers as render
+    from peakcast.printing.screen import prediction_text
+
+    print(render.json_text(found.to_mapping()) if shown.json else prediction_text(found.answer, details=shown.details))
+
+
+def _say_kept(found: Dryrun, path: Path | None) -> None:
+    """Say where the recipe is, if one was asked for. Raises: SpecError if it was not saved."""
+    if found.not_kept:
+        raise SpecError(found.not_kept, parameter="save_recipe", value=str(path))
+    if found.kept is not None:
+        say(f"the recipe of {found.job.architecture.name} is in {path}. {found.kept.text()}")
 
 
 def _gpu_missing(command: Sequence[str]) -> SpecError:

@@ -59,12 +59,17 @@ def recipe_ledger(
     return timeline.timeline()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordedTemplate(Template):
-    """A place's template. Its entries have the names of modules, not of operations."""
+    """A place's template. Its entries have the names of modules, not of operations; what autograd saves is not recorded."""
 
-    made: tuple[Ints, Ints] = field(kw_only=True)
-    of_adapters: OperationInstants = field(kw_only=True)
+    input_bytes: int = 0
+    keeps_input: bool = False
+    gradient_bytes_at_first_saved: int = 0
+    reads_saved_first: str = ""
+    saved_bytes: list[int] = field(default_factory=list)
+    made: tuple[Ints, Ints]
+    of_adapters: OperationInstants
 
     @property
     def instants(self) -> OperationInstants:
@@ -195,11 +200,6 @@ class _Network:
             forward_labels=list(walk.labels[forward]),
             backward_labels=list(walk.labels[backward]),
             backward_marks=_head_marks(walk.labels[backward]) if place == walk.num_places - 1 else {},
-            input_bytes=0,
-            keeps_input=False,
-            gradient_bytes_at_first_saved=0,
-            reads_saved_first="",
-            saved_bytes=[],
             loss_from=len(phases) if loss < 0 else loss,
             output_gradient_used_until=len(walk.phases[backward]),
             of_adapters=_adapter_instants(walk, (forward, backward), made),
