@@ -116,9 +116,10 @@ class Walk:
             and np.array_equal(self.lives, other.lives)
         )
 
-    def in_next_step(self, later: Walk) -> Ints | None:
-        """For each entry of `later`, a walk of the same step after another one, the entry of this walk of a first step that
-        is the same tensor; what `later` finds in memory is what a step leaves there. None if the two are no such walks."""
+    def same_tensors_in(self, later: Walk) -> Ints | None:
+        """This is the walk of a training's first step, `later` that of another one. For each entry of `later`: the entry of
+        this walk that is the same tensor, where what the later step finds in memory is what a step leaves there. None if
+        the two steps run other operations."""
         left = np.flatnonzero((self.lives[DIES_STRETCH] < 0) & (self.lives[BORN_STRETCH] >= 0)).tolist()
         found = (later.lives[BORN_STRETCH] < 0) & (later.lives[BORN_AT] > 0)
         same = np.zeros(len(later.names), dtype=np.int64)

@@ -14,9 +14,9 @@ from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.layouts.ddp import DDP
 from peakcast.models.ledger.layouts.fsdp1 import FSDP1, FSDP1Settings
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2, FSDP2Settings
-from peakcast.models.ledger.layouts.fsdp_units import OutsideLayers, named_ends, units_by_layer, units_by_module
+from peakcast.models.ledger.layouts.fsdp_units import OutsideLayers, UnitPlace, named_ends, units_by_layer, units_by_module
+from peakcast.models.ledger.layouts.module_order import in_order_of_modules
 from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
-from peakcast.models.ledger.parameters.module_order import in_order_of_modules
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.networks.families import family_of
 from peakcast.networks.trained_parts import trained_network
@@ -68,7 +68,7 @@ def _fsdp2(job: TrainingJob, tensors: Sequence[StoredTensor], ends: OutsideLayer
         for unit in [unit for unit in units if block_of(unit.modules[0]) is BlockKind.LAYER][-1:]:
             unit.stays_after_forward = True
     if gathers_head_itself(job):
-        units = [unit for unit in units if unit.name != "tail"]
+        units = [unit for unit in units if unit.place is not UnitPlace.TAIL]
     settings = FSDP2Settings(
         shards=shards,
         replicas=ranks // shards,

@@ -119,29 +119,29 @@ class _Network:
             stays, leaves = stays & (lives[BORN_AT] == 0), leaves & (lives[BORN_AT] == 0)
         starts = _starts(runs)
         self._hold(timeline, np.flatnonzero(stays | leaves), starts[0])
-        leaving, left = self._left_over(
+        found, left = self._same_tensors(
             np.flatnonzero(crosses & before & ~after), np.flatnonzero(crosses & ~before & after)
         )
         for micro_batch, own in enumerate(starts):
             if micro_batch:
                 born = starts[micro_batch - 1][lives[BORN_STRETCH, left]] + lives[BORN_AT, left]
-                self._hold(timeline, leaving, own, born)
+                self._hold(timeline, found, own, born)
             ends = ~after if micro_batch < len(starts) - 1 else True
             self._hold(timeline, np.flatnonzero(crosses & ~before & ends), own)
 
-    def _left_over(self, leaving: Ints, left: Ints) -> tuple[Ints, Ints]:
-        """Pairs of entries (one that a micro-batch finds and frees, one that the micro-batch before made and left) that are
-        the same tensor."""
+    def _same_tensors(self, found: Ints, left: Ints) -> tuple[Ints, Ints]:
+        """Pairs of entries that are the same tensor: of those that a micro-batch has `found` and frees, and of those that
+        the micro-batch before has made and `left`."""
         names = self.walk.names
         made: dict[tuple[str, int], list[int]] = {}
         for entry in left.tolist():
             source = self.deep.entries[entry]
             made.setdefault((names[source], int(self.num_bytes[source])), []).append(entry)
         pairs = []
-        for entry in leaving.tolist():
+        for entry in found.tolist():
             source = self.deep.entries[entry]
-            if found := made.get((names[source], int(self.num_bytes[source]))):
-                pairs.append((entry, found.pop(0)))
+            if makers := made.get((names[source], int(self.num_bytes[source]))):
+                pairs.append((entry, makers.pop(0)))
         both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return both[:, 0], both[:, 1]
 
