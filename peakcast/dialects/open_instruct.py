@@ -220,7 +220,7 @@ def _optimizer(settings: Settings, *, quantised: bool) -> str:
 
 
 def _loss(settings: Settings) -> dict[str, Any]:
-    """The training settings of the loss, with notes about what of it is not modelled."""
+    """The training settings of the loss; losses that are not modelled are noted."""
     notes, loss = settings.notes, dict[str, Any]()
     mean = settings.one_of("reduce_loss", "mean", ("mean", "sum")) == "mean"
     if settings.switch("use_liger_kernel"):

@@ -122,7 +122,7 @@ def from_torchtune(pasted: Pasted) -> Translation:
 
 
 def _network_and_method(settings: Settings) -> tuple[str, Literal["full", "lora", "qlora"]]:
-    """The network's name in `BUILDERS`, and what of it is trained: both are in the name of the model's builder."""
+    """The network's name in `BUILDERS`, and the finetuning method: both are in the name of the model's builder."""
     builder = settings.text("model._component_").rpartition(".")[2]
     name = re.sub(r"^(q?lora|dora|qdora)_|_(base|instruct)$", "", builder)
     if builder.startswith("qlora_"):
@@ -172,8 +172,8 @@ def _checkpointing(settings: Settings) -> ActivationCheckpointing:
 
 
 def _options(settings: Settings, *, sharded: bool, method: str) -> dict[str, Any]:
-    """Differences from torchtune's conventions: what of the loss is compiled, the units of FSDP2, and when they are
-    resharded. Of its recipes lora_finetune_single_device alone runs the loss that it has compiled."""
+    """Differences from torchtune's conventions: how the loss is compiled, the units of FSDP2, and when they are resharded.
+    Of torchtune's recipes only lora_finetune_single_device runs the loss that it has compiled."""
     options: dict[str, Any] = {}
     if settings.text("loss._component_").endswith(f".{CHUNKED_LOSS}"):
         options |= {"loss_kernel": "chunked_logits", "logits_chunks": settings.integer("loss.num_output_chunks", 8) or 8}

@@ -288,9 +288,9 @@ def context_again(job: TrainingJob, context: HFContext, reads_saved_first: str) 
 
 
 def _gathered_ahead(job: TrainingJob, reads_saved_first: ModulePath) -> str:
-    """With `use_orig_params`: the matrix whose lora_A is gathered already when its layer is recomputed, "" if there is
-    none. Before the operation whose backward asks for the recomputation runs the hook of its unit, which gathers the unit
-    before as well (torch 2.13 `_runtime_utils.py` _pre_backward_hook, _prefetch_handle)."""
+    """With `use_orig_params`: the matrix whose lora_A is already gathered when its layer is recomputed; "" if there is
+    none. The recomputation begins in the backward of an operation, before which the hook of the operation's unit runs; that
+    hook also gathers the unit before (torch 2.13 `_runtime_utils.py` _pre_backward_hook, _prefetch_handle)."""
     ahead = adapters_are_units(job) and conventions(job)["fsdp1_backward_prefetch"] == "BACKWARD_PRE"
     return str(reads_saved_first.parent) if ahead and reads_saved_first.name == LORA_B else ""
 

@@ -33,9 +33,9 @@ def layout_of(
     modules: ModuleTurns | None = None,
     ends: OutsideLayers | None = None,
 ) -> Layout:
-    """The layout of `job` for the network's `tensors`. `rank`: whose; None: rank 0, as no rank holds more. `outputs`: bytes
-    of the tensors that the model returns, its logits first, which DDP may copy. Where the modules do not follow from the
-    network's family: `modules` is what ZeRO-3 needs to know of them, `ends` what FSDP needs."""
+    """The layout of `job` for the network's `tensors`. `rank`: the rank that it is of; None: rank 0, as no rank holds more.
+    `outputs`: bytes of the tensors that the model returns, its logits first, which DDP may copy. `modules` and `ends`
+    describe the network's modules to ZeRO-3 and to FSDP, if they do not follow from its family."""
     parallelism = job.parallelism
     ranks = parallelism.num_replicas
     if parallelism.zero_stage and job.task == "train":  # DeepSpeed's engine has its buckets and main copies on one rank too
@@ -200,7 +200,8 @@ def frozen_get_gradients(job: TrainingJob) -> bool:
 
 
 def _mixes_frozen(job: TrainingJob) -> bool:
-    """Whether FSDP1's units have adapters and the frozen weights of their layer, as where no policy of peft's wraps."""
+    """Whether a unit of FSDP1 contains both the frozen weights of a layer and its adapters, as it does unless peft's
+    auto-wrap policy makes units of the adapters."""
     return job.finetuning.method != "full" and conventions(job).get("fsdp1_units") == "layers_with_adapters"
 
 

@@ -101,7 +101,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
 
 
 def _note_strategy(settings: Settings, *, pretrains: bool, several: bool) -> None:
-    """Say how LitGPT uses several GPUs, and what of it is not modelled."""
+    """Say how LitGPT uses several GPUs, and which part of that is not modelled."""
     if several:
         recipe = "compiles the network and keeps activations" if pretrains else "checkpoints each block"
         settings.notes.assumptions.append(f"on several GPUs LitGPT shards by FSDP and {recipe}.")
