@@ -11,7 +11,7 @@ from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 BEFORE = "there before the recording"
 
 
-class _Made(NamedTuple):
+class _AllocatedBlock(NamedTuple):
     """A block that was allocated; when it is freed is not known yet."""
 
     name: str
@@ -28,19 +28,19 @@ def recorded_timeline(history: History) -> Timeline:
     a library allocated has the category WORKSPACES, everything else OTHER, as a recording does not say what a tensor is
     for.
     """
-    made: list[_Made] = []
+    made: list[_AllocatedBlock] = []
     dies: dict[int, int] = {}
     alive: dict[int, int] = {}
     for block in history.blocks:
         alive[block.address] = len(made)
-        made.append(_Made(BEFORE, Category.OTHER, block_bytes(block.requested_bytes), 0, 0))
+        made.append(_AllocatedBlock(BEFORE, Category.OTHER, block_bytes(block.requested_bytes), 0, 0))
     instants, labels = [Phase.INIT], [BEFORE]
     for event, phase in zip(history.events, phases(history), strict=True):
         if event.action is Action.ALLOC:
             name = history.categories[event.category] if event.category >= 0 else "no frames"
             category = Category.WORKSPACES if is_hidden(name) else Category.OTHER
             alive[event.address] = len(made)
-            made.append(_Made(name, category, block_bytes(event.num_bytes), len(instants), event.stream))
+            made.append(_AllocatedBlock(name, category, block_bytes(event.num_bytes), len(instants), event.stream))
             instants.append(phase)
             labels.append(name)
         elif event.action in (Action.FREE, Action.LET_GO) and event.address in alive:
