@@ -292,15 +292,13 @@ def search(
     """
     from dataclasses import replace
 
-    from peakcast import catalog
     from peakcast.doors.recipe_files import read_recipe_file
     from peakcast.doors.searching import ask
     from peakcast.searching.gpu_types import read_prices
     from peakcast.searching.search_settings import SearchSettings
 
     prices = read_prices(price)
-    types = gpu.split(",") if isinstance(gpu, str) else [gpu] if isinstance(gpu, Device) else list(gpu or prices)
-    named = [catalog.gpu(name.strip()) if isinstance(name, str) else name for name in types]
+    named = _gpus(gpu, prices)
     devices = [on_node(device, host_memory_gib, gpus_per_node) for device in dict.fromkeys(named)]
     kept = read_recipe_file(Path(recipe)) if recipe is not None else None
     read = translation_of(kept.job if kept is not None and job is None else job)
@@ -315,6 +313,14 @@ def search(
     )
     found = ask(read.job, devices, find, prices, num_gpus, global_batch_size, settings)
     return replace(found, findings=read.findings)
+
+
+def _gpus(gpu: str | Device | Sequence[str | Device] | None, prices: Iterable[str]) -> list[Device]:
+    """The GPU types that are named, by commas or as a sequence; those that have `prices` if none are."""
+    from peakcast import catalog
+
+    types = gpu.split(",") if isinstance(gpu, str) else [gpu] if isinstance(gpu, Device) else list(gpu or prices)
+    return [catalog.gpu(name.strip()) if isinstance(name, str) else name for name in types]
 
 
 def _record(progress: Progress | None, jobs: Iterable[TrainingJob]) -> None:

@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,8 @@ class TrainingCommand:
     """The words of `accelerate launch`, which gives the script its settings in the environment."""
     launched: bool = False
     """Whether a launcher starts the script and gives it its rank in the environment."""
+    function: Callable[[], object] | None = None
+    """A function that trains and runs instead of the script, in a copy of a warm process."""
 
 
 def read_command(command: Sequence[str], ranks_of_job: int | None = None) -> TrainingCommand:

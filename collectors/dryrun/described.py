@@ -43,12 +43,9 @@ class Described:
 def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     """The job of the networks and optimizers that `steps` has seen."""
     network = _trained(steps)
-    parameters = list(network.parameters())
     config = next((part.config for part in network.modules() if hasattr(getattr(part, "config", None), "to_dict")), None)
     length, batch = _sizes(steps)
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    weights = _quantized_from(network) or _dtype(parameters)
-    computed, reduced = mixed(steps.networks)
+    precision = _precision(steps, network)
     framework = _framework(steps, config)
     sharding, options = layout(steps.networks)
     loss, kernels = loss_of(steps, network) if config is not None else ({}, {})
@@ -61,12 +58,7 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         "micro_batch_size": batch,
         "sequence_length": parts * length,
         "gradient_accumulation_steps": max(1, steps.micro_batches),
-        "precision": {
-            "parameters": weights,
-            "compute": computed or (DTYPES.get(steps.autocast, weights) if steps.autocast else weights),
-            "gradients": reduced or _dtype(trained),
-            "optimizer_states": _dtype(trained),
-        },
+        "precision": precision,
         "optimizer": _optimizer(steps.optimizers),
         "finetuning": _finetuning(network, config),
         **_of_transformers(steps, network, config),
@@ -76,7 +68,7 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
             **({**options, **of_deepspeed(steps.networks)} if config is not None else {}),
             **kernels,
             **_widened(network, config),
-            **_multiplied(network, config, computed or (steps.autocast and DTYPES.get(steps.autocast)) or weights),
+            **_multiplied(network, config, precision["compute"]),
             **_library(steps.optimizers, framework),
             **_of_the_loop(steps, framework, config),
         },
@@ -109,6 +101,20 @@ def _trained(steps: ScriptSteps) -> torch.nn.Module:
         return sum(one.numel() for one in trained if id(one) in held), sum(one.numel() for one in trained)
 
     return max(steps.networks, key=elements) if steps.networks else FunctionalModule(steps.optimizers)
+
+
+def _precision(steps: ScriptSteps, network: torch.nn.Module) -> dict[str, str]:
+    """The dtypes of weights, products, gradients and optimizer states."""
+    parameters = list(network.parameters())
+    weights = _quantized_from(network) or _dtype(parameters)
+    computed, reduced = mixed(steps.networks)
+    trained = _dtype([parameter for parameter in parameters if parameter.requires_grad])
+    return {
+        "parameters": weights,
+        "compute": computed or (DTYPES.get(steps.autocast, weights) if steps.autocast else weights),
+        "gradients": reduced or trained,
+        "optimizer_states": trained,
+    }
 
 
 def _sizes(steps: ScriptSteps) -> tuple[int, int]:

@@ -69,6 +69,31 @@ class DryRunLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DryRunQuestion:
+    """What a dry run is to find out: what `rank` of a command allocates on `gpu`."""
+
+    gpu: str
+    rank: int = 0
+    limits: DryRunLimits = DryRunLimits()
+    lengths: tuple[int, int] | None = None
+    """Tokens of the shortest and of the longest synthetic row; None: as many as the script asks for."""
+    skip_evaluation: bool = False
+    """Whether evaluation does not count."""
+    torch: str | None = None
+    """The release whose allocations are followed; None: the installed one's."""
+    walks: tuple[int, int] | None = None
+    """Number and length of the sequences of the script's own micro-batch, if its steps are to be walked with others."""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The question as the process reads it that runs the script (`session.py`). If the lengths of rows differ, it
+        follows steps until the longest has occurred; a walk is of one step."""
+        changes = self.lengths is not None and self.lengths[0] < self.lengths[1]
+        own = {name: getattr(self, name) for name in ("rank", "gpu", "lengths", "skip_evaluation", "torch", "walks")}
+        limits = {"memory_bytes": self.limits.memory_bytes, "seconds": self.limits.seconds}
+        return {**own, **limits, "lengths_change": changes and self.walks is None}
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankReport:
     """What a dry run saw of one rank."""
 
@@ -89,60 +114,34 @@ class RankReport:
     seconds: float
 
 
-def run(
-    command: TrainingCommand,
-    gpu: str,
-    rank: int,
-    limits: DryRunLimits,
-    *,
-    function: Callable[[], object] | None = None,
-    lengths: tuple[int, int] | None = None,
-    skip_evaluation: bool = False,
-    torch: str | None = None,
-    output: Callable[[str], None] | None = None,
-) -> RankReport:
-    """What `rank` of `command`, or of `function` instead, allocates on `gpu`. `lengths`: tokens of the shortest and the
-    longest synthetic row; if they differ, steps are followed until the longest has occurred. `skip_evaluation`: evaluation
-    does not count. `torch`: the release whose allocations are followed, by default the installed one's. `output` is called
-    with what the script prints.
+def run(command: TrainingCommand, question: DryRunQuestion, output: Callable[[str], None] | None = None) -> RankReport:
+    """The answer to `question` of `command`. `output` is called with what the script prints.
 
-    Raises: ScriptError when the script fails, never steps, or needs more than `limits`.
+    Raises: ScriptError when the script fails, never steps, or needs more than the question's limits.
     """
-    asked = {
-        "rank": rank,
-        "gpu": gpu,
-        "lengths": lengths,
-        "skip_evaluation": skip_evaluation,
-        "torch": torch,
-        "lengths_change": lengths is not None and lengths[0] < lengths[1],
-        "memory_bytes": limits.memory_bytes,
-        "seconds": limits.seconds,
-    }
-    start = time.monotonic()
+    start, limits = time.monotonic(), question.limits
     with tempfile.TemporaryDirectory(prefix="peakcast-dryrun-") as name:
         folder = Path(name)
-        with started(command, asked, folder, function) as process:
+        with started(command, question, folder) as process:
             code = _wait(process, start + limits.seconds, folder / LOG, folder / ANSWER, output)
         return _answer(code, folder, command, limits, time.monotonic() - start)
 
 
 @contextmanager
-def started(
-    command: TrainingCommand, asked: Mapping[str, Any], folder: Path, function: Callable[[], object] | None = None
-) -> Iterator[Process]:
-    """A context with a process that runs `command`, or `function` instead, and writes its answer to what is `asked` to the
-    file `ANSWER` of `folder`. At the end of the context, the process and everything that it has started are ended."""
+def started(command: TrainingCommand, question: DryRunQuestion, folder: Path) -> Iterator[Process]:
+    """A context with a process that runs `command` and writes its answer to `question` to the file `ANSWER` of `folder`. At
+    the end of the context, the process and everything that it has started are ended."""
     log, path = folder / LOG, folder / "question.json"
     own = {field: getattr(command, field) for field in ASKED}
-    question: dict[str, Any] = {**own, **asked, "folder": str(folder), "answer": str(folder / ANSWER)}
-    if function is not None:
-        question |= _for_a_copy(function, folder) | {"output": str(log)}
+    asked: dict[str, Any] = {**own, **question.to_mapping(), "folder": str(folder), "answer": str(folder / ANSWER)}
+    if command.function is not None:
+        asked |= _for_a_copy(command.function, folder) | {"output": str(log)}
     log.touch()
-    path.write_text(json.dumps(question), encoding="utf-8")
+    path.write_text(json.dumps(asked), encoding="utf-8")
     with ExitStack() as around:
         around.enter_context(_stopped_in_order())
         process: Process
-        if function is not None:
+        if command.function is not None:
             process = warm.Copy(path)
         else:
             environment = {**around.enter_context(environment_for(command.python)), "PYTHONUNBUFFERED": "1"}

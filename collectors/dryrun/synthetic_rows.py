@@ -163,6 +163,15 @@ class Rows:
 
         rows_kind.features, rows_kind.column_names = property(known), property(named)
 
+    def _asking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` of rows and names of columns, which finds these columns where rows are made up."""
+
+        def asked(rows: Any, *arguments: Any, **keywords: Any) -> Any:
+            columns = next(iter((*arguments, *keywords.values())), None)
+            return function(self._with(rows, _names(columns)), *arguments, **keywords)
+
+        return asked
+
     def _change(self, kind: Any) -> None:
         """Make functions that map rows, name a column or read one of a row find it, where rows are made up."""
         self._change_reading(kind)
@@ -184,13 +193,6 @@ class Rows:
                     rows = self._with(found, _names(removed))
             return apply(rows, *arguments, **keywords)
 
-        def asking(function: Callable[..., Any]) -> Callable[..., Any]:
-            def asked(rows: Any, *arguments: Any, **keywords: Any) -> Any:
-                columns = next(iter((*arguments, *keywords.values())), None)
-                return function(self._with(rows, _names(columns)), *arguments, **keywords)
-
-            return asked
-
         def filtered(rows: Any, function: Any = None, *arguments: Any, **keywords: Any) -> Any:
             left = keep(rows, function, *arguments, **keywords)
             if len(left) or not (len(rows) and _is_made_up(rows)) or (most := _longest_kept(rows[0], function)) is None:
@@ -204,7 +206,7 @@ class Rows:
         kind.map, kind.filter, kind.shuffle = mapped, filtered, shuffled
         kind.set_epoch = lambda *_: None  # as a stream of rows has it
         for name in ("rename_column", "rename_columns", "remove_columns", "select_columns"):
-            setattr(kind, name, asking(getattr(kind, name)))
+            setattr(kind, name, self._asking(getattr(kind, name)))
 
     def _change_reading(self, kind: Any) -> None:
         """Make every way to read rows give rows in which any column is found."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.dryrun.command import TrainingCommand
-from peakcast.collectors.dryrun.process import LOG, DryRunLimits, Process, started
+from peakcast.collectors.dryrun.process import LOG, DryRunQuestion, Process, started
 from peakcast.core.errors import CollectorError
 
 WalkScript = Callable[[int | None, int, int], dict[str, Any]]
@@ -23,36 +23,19 @@ POLL_SECONDS = 0.01
 
 
 @contextmanager
-def script_walks(
-    command: TrainingCommand,
-    gpu: str,
-    limits: DryRunLimits,
-    batch: tuple[int, int],
-    *,
-    function: Callable[[], object] | None = None,
-    lengths: tuple[int, int] | None = None,
-) -> Iterator[WalkScript]:
-    """A context that gives a function for walks of the script of `command`, or of `function`, as a single rank. `batch`:
-    number and length of the sequences of its own micro-batch; `lengths` as in `process.run`.
+def script_walks(command: TrainingCommand, question: DryRunQuestion, batch: tuple[int, int]) -> Iterator[WalkScript]:
+    """A context that gives a function for walks of the script of `command`, as a single rank and with the limits and the
+    rows of `question`. `batch`: number and length of the sequences of its own micro-batch.
 
     The function raises: CollectorError with the reason if the script has no step with a batch of that size.
     """
-    asked = {
-        "rank": 0,
-        "gpu": gpu,
-        "lengths": lengths,
-        "skip_evaluation": True,
-        "lengths_change": False,
-        "memory_bytes": limits.memory_bytes,
-        "seconds": limits.seconds,
-        "walks": batch,
-    }
+    asked = replace(question, rank=0, skip_evaluation=True, torch=None, walks=batch)
     if command.world_size > 1:
         command = replace(command, world_size=1, ranks_per_node=1, launched=False, accelerate=())
-    deadline = time.monotonic() + limits.seconds
+    deadline = time.monotonic() + question.limits.seconds
     with tempfile.TemporaryDirectory(prefix="peakcast-dryrun-") as name:
         folder, number = Path(name), 0
-        with started(command, asked, folder, function) as process:
+        with started(command, asked, folder) as process:
 
             def walk(layers: int | None, size: int, length: int) -> dict[str, Any]:
                 nonlocal number

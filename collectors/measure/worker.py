@@ -122,6 +122,16 @@ def timelines_packed(timelines: Mapping[str, Timeline]) -> bytes | None:
     return pack({**{step: timeline_to_mapping(timeline) for step, timeline in timelines.items()}, "hidden": []})
 
 
+def _run(record: Recorder, steps: int) -> None:
+    """Run the job; if it needs more memory than there is, that is recorded."""
+    try:
+        record.run(steps)
+    except RuntimeError as error:  # a base of PyTorch's out-of-memory error, and of those of cuBLAS and CUDA
+        if not probes.is_out_of_memory(error):
+            raise
+        record.out_of_memory(error)
+
+
 def measured(
     job: TrainingJob, gpu: str | None, steps: int, rank: int = 0, *, history: bool = False
 ) -> tuple[Measurement, bytes | None]:
@@ -151,12 +161,7 @@ def measured(
         record.spoiled.append(f"{idle} bytes of the GPU were in use before the run: another process?")
     record.pageable_before = probes.pageable_bytes()
     with sampling(nvml) as seen:
-        try:
-            record.run(steps)
-        except RuntimeError as error:  # a base of PyTorch's out-of-memory error, and of those of cuBLAS and CUDA
-            if not probes.is_out_of_memory(error):
-                raise
-            record.out_of_memory(error)
+        _run(record, steps)
     record.nvml_peak, record.nvml_end, record.pageable_peak = seen.peak, nvml.used_bytes(), seen.pageable_peak
     if seen.others:
         record.spoiled.append("another process used the GPU during the run.")

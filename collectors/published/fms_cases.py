@@ -119,15 +119,9 @@ def case_of(
     quantized, facts = _quantization(setup, config)
     length = _resized(config, rows_multiple_of, facts)
     translation = _translation(record, config, versions, quantized, length)
-    num_gpus = int(record["num_gpus"])
-    job, options = translation.job, dict(translation.job.framework_options)
+    num_gpus, job, options = int(record["num_gpus"]), translation.job, dict(translation.job.framework_options)
     if _adapters_are_narrow(job, versions, fused="foak" in setup):
-        narrow = job.precision.parameters
-        job = job.replace(
-            finetuning=replace(job.finetuning, adapter_dtype=narrow),
-            precision=replace(job.precision, gradients=narrow, optimizer_states=narrow),
-        )
-        facts.append(f"Adapters are in {narrow}, the dtype in which FSDP stores quantised weights (peft before 0.12).")
+        job = _with_narrow_adapters(job, facts)
     unseen = _unseen_bytes(job, setup, facts)
     options |= _casts(record, facts)
     if "foak" in setup:
@@ -136,15 +130,12 @@ def case_of(
         options["contexts_on_every_gpu"] = True
     if loads_on_hosts and quantized and num_gpus > 1:
         options["fsdp1_others_on_meta"] = False
-    reasons = [*translation.unsupported, *([NETWORK_REASONS[model]] if model in NETWORK_REASONS else [])]
-    if "scattermoe" in setup:
-        reasons.append("ScatterMoE's expert kernels and its sharding of experts are not modelled.")
     method, batch = record.get("peft_method") or "full", record["per_device_train_batch_size"]
     return Case(
         job=job.replace(framework_options=FrozenMapping(options)),
         name=f"{model}/{num_gpus} GPUs/batch {batch}/{method}/{setup}",
         assumptions=(*COMMON_ASSUMPTIONS, *facts, *translation.assumptions, *translation.warnings),
-        out_of_scope=" ".join(reasons),
+        out_of_scope=" ".join((*translation.unsupported, *_reasons(model, setup))),
         unseen_bytes=unseen,
     )
 
@@ -197,6 +188,24 @@ def _adapter_bytes(job: TrainingJob) -> int:
     lengths = {"c_attn": hidden + query + 2 * key} if network.fused_qkv else apart
     each = sum(length for name, length in lengths.items() if name in job.finetuning.targets)
     return int(network.num_hidden_layers * (job.finetuning.rank or 0) * each * size)
+
+
+def _reasons(model: str, setup: str) -> list[str]:
+    """Why the ledger does not cover the network or the setup."""
+    reasons = [NETWORK_REASONS[model]] if model in NETWORK_REASONS else []
+    if "scattermoe" in setup:
+        reasons.append("ScatterMoE's expert kernels and its sharding of experts are not modelled.")
+    return reasons
+
+
+def _with_narrow_adapters(job: TrainingJob, facts: list[str]) -> TrainingJob:
+    """`job` with adapters in the dtype of its weights, which is added to the `facts`."""
+    narrow = job.precision.parameters
+    facts.append(f"Adapters are in {narrow}, the dtype in which FSDP stores quantised weights (peft before 0.12).")
+    return job.replace(
+        finetuning=replace(job.finetuning, adapter_dtype=narrow),
+        precision=replace(job.precision, gradients=narrow, optimizer_states=narrow),
+    )
 
 
 def _adapters_are_narrow(job: TrainingJob, versions: Mapping[str, str], *, fused: bool) -> bool:

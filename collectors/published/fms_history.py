@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.fms_cases import case_of
+from peakcast.collectors.published.fms_cases import Case, case_of
 from peakcast.collectors.published.source_files import read_jsonl
 from peakcast.core.units import GIB
 from peakcast.measurements.records import DEVICE_MEAN, Measurement
@@ -78,10 +78,6 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
         loads_on_hosts=record["commit"] == LOADS_ON_HOSTS,
         own_gptq=record["commit"] not in BEFORE_OWN_GPTQ,
     )
-    reasons = [case.out_of_scope] if case.out_of_scope else []
-    sharded_foak = record["num_gpus"] > 1 and arguments["framework_config"] == "accelerated-peft-autogptq-foak"
-    if record["commit"] == HOST_WEIGHTS and sharded_foak:
-        reasons.append("Adapted layers are assumed to stay on the host, outside FSDP, which is not modelled.")
     return Measurement(
         job=case.job,
         gpu=record["gpu"],
@@ -104,5 +100,14 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
             **case.as_read(peak_allocated_bytes=measured.get("peak_allocated_bytes")),
         },
         assumptions=(*facts, *case.assumptions),
-        out_of_scope=" ".join(reasons),
+        out_of_scope=" ".join(_reasons(record, case)),
     )
+
+
+def _reasons(record: Mapping[str, Any], case: Case) -> list[str]:
+    """Why the ledger does not cover the run."""
+    reasons = [case.out_of_scope] if case.out_of_scope else []
+    sharded_foak = record["num_gpus"] > 1 and record["arguments"]["framework_config"] == "accelerated-peft-autogptq-foak"
+    if record["commit"] == HOST_WEIGHTS and sharded_foak:
+        reasons.append("Adapted layers are assumed to stay on the host, outside FSDP, which is not modelled.")
+    return reasons

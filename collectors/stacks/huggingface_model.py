@@ -36,6 +36,15 @@ CLASSIFIERS = {
 VISION_LANGUAGE = "AutoModelForImageTextToText"
 
 
+def _has_no_targets(job: TrainingJob) -> CollectorError:
+    return CollectorError(
+        f"decoder_sequence_length={job.decoder_sequence_length} is the length of an encoder-decoder's targets, and "
+        f"{job.architecture.name!r} is none; give sequence_length alone.",
+        parameter="decoder_sequence_length",
+        value=job.decoder_sequence_length,
+    )
+
+
 def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
     """The job's network with random weights in `precision.parameters`. With `padded` false it has no padding token:
     transformers sets that token's row to zero (5.17 modeling_utils.py `_init_weights`), and cannot if zero.Init has
@@ -50,12 +59,7 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
     told = configuration_of(architecture) or hf_config_of(architecture)
     config = transformers.AutoConfig.for_model(**told)
     if job.decoder_sequence_length and not config.is_encoder_decoder:
-        raise CollectorError(
-            f"decoder_sequence_length={job.decoder_sequence_length} is the length of an encoder-decoder's targets, and "
-            f"{architecture.name!r} is none; give sequence_length alone.",
-            parameter="decoder_sequence_length",
-            value=job.decoder_sequence_length,
-        )
+        raise _has_no_targets(job)
     begins_padded = architecture.kind == "encoder_decoder"  # T5 shifts targets by its padding, whose row is like others
     for part in (config, config.get_text_config()):
         rows = getattr(part, "vocab_size", None) or architecture.vocab_size

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from peakcast.core.errors import CollectorError
-from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import Offload, TrainingJob
 
@@ -122,7 +122,6 @@ def _options(convention: Mapping[str, Any], known: Mapping[str, Any]) -> dict[st
 
 def _shape(architecture: Architecture) -> dict[str, Any]:
     """Fields with the network's sizes."""
-    moe, mla = architecture.moe, architecture.mla
     shape: dict[str, Any] = {
         "num_layers": architecture.num_hidden_layers,
         "hidden_size": architecture.hidden_size,
@@ -139,30 +138,39 @@ def _shape(architecture: Architecture) -> dict[str, Any]:
         "activation_func": _activation(architecture),
         "mtp_num_layers": architecture.num_nextn_predict_layers or None,
     }
-    if mla is None:
+    if architecture.mla is None:
         shape["qk_layernorm"] = architecture.qk_norm != "none"
     else:
-        shape |= {
-            "multi_latent_attention": True,
-            "q_lora_rank": mla.q_lora_rank,
-            "kv_lora_rank": mla.kv_lora_rank,
-            "qk_head_dim": mla.qk_nope_head_dim,
-            "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
-            "v_head_dim": mla.v_head_dim,
-            "rope_type": "rope",
-        }
-    if moe is not None:
+        shape |= _latent_attention(architecture.mla)
+    if architecture.moe is not None:
         routed = [int(architecture.is_moe_layer(i)) for i in range(architecture.num_hidden_layers)]
-        shape |= {
-            "num_moe_experts": moe.num_experts,
-            "moe_router_topk": moe.num_experts_per_tok,
-            "moe_ffn_hidden_size": moe.moe_intermediate_size,
-            "moe_shared_expert_intermediate_size": moe.shared_expert_intermediate_size or None,
-            "moe_shared_expert_gate": moe.shared_expert_gate,
-            "moe_router_enable_expert_bias": moe.router_correction_bias,
-            "moe_layer_freq": 1 if all(routed) else routed,
-        }
+        shape |= {**_experts(architecture.moe), "moe_layer_freq": 1 if all(routed) else routed}
     return shape
+
+
+def _latent_attention(mla: MultiLatentAttention) -> dict[str, Any]:
+    """Fields of multi-head latent attention."""
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rope_type": "rope",
+    }
+
+
+def _experts(moe: MixtureOfExperts) -> dict[str, Any]:
+    """Fields of a mixture of experts."""
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.num_experts_per_tok,
+        "moe_ffn_hidden_size": moe.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": moe.shared_expert_intermediate_size or None,
+        "moe_shared_expert_gate": moe.shared_expert_gate,
+        "moe_router_enable_expert_bias": moe.router_correction_bias,
+    }
 
 
 def _activation(architecture: Architecture) -> Any:

@@ -171,52 +171,62 @@ def _generated(ids: torch.Tensor, job: TrainingJob) -> dict[str, torch.Tensor]:
     return batch
 
 
+_DEFAULT_ARGUMENTS: dict[str, Any] = {
+    "max_length": None,
+    "center_rewards_coefficient": None,
+    "use_bias_correction_kl": False,
+    "delta": None,
+    "loss_type": "nll",
+    "average_tokens_across_devices": False,
+}
+_DEFAULT_ATTRIBUTES: dict[str, Any] = {
+    "aux_loss_enabled": False,
+    "calculate_KL": True,
+    "desirable_weight": 1.0,
+    "undesirable_weight": 1.0,
+    "importance_sampling_level": "token",
+    "top_entropy_quantile": 1.0,
+    "off_policy_mask_threshold": None,
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.2,
+    "use_vllm": False,
+    "_entropy_bonus_enabled": False,
+    "compute_loss_func": None,
+    "label_smoother": None,
+    "ld_alpha": None,
+    "f_divergence_type": "reverse_kl",
+    "label_smoothing": 0.0,
+    "use_weighting": False,
+    "_total_train_tokens": 0,
+    "_tp_size": 1,
+}
+"""Of the arguments and attributes of a trainer, those that its loss reads and that have their defaults in every job."""
+
+
 def _trainer(job: TrainingJob, model: Any, reference: Any) -> Any:
-    """The trainer with the attributes that its loss reads, set to its configuration's defaults."""
+    """The trainer with the attributes that its loss reads."""
     module, name = TRAINERS[job.loss.kind]
     trainer = object.__new__(getattr(_trl(module, job), name))
+    accumulation = job.gradient_accumulation_steps
     trainer.__dict__ |= {
+        **_DEFAULT_ATTRIBUTES,
         "model": model,
         "ref_model": reference,
         "accelerator": _OneProcess(model),
         "args": SimpleNamespace(
+            **_DEFAULT_ARGUMENTS,
             gradient_checkpointing_kwargs=checkpoint_arguments(job),
-            max_length=None,
-            center_rewards_coefficient=None,
-            use_bias_correction_kl=False,
-            delta=None,
-            steps_per_generation=job.gradient_accumulation_steps,
+            steps_per_generation=accumulation,
             report_to=[],
-            loss_type="nll",
-            average_tokens_across_devices=False,
         ),
         "state": SimpleNamespace(global_step=0),
-        "aux_loss_enabled": False,
         "precompute_ref_logps": job.reference == "precomputed",
         "loss_types": ["sigmoid"],
         "loss_type": {"kto": "kto", "grpo": "dapo"}.get(job.loss.kind),
         "loss_weights": [1.0],
         "beta": 0.0 if job.loss.kind == "grpo" and job.reference == "none" else 0.1,
-        "calculate_KL": True,
-        "desirable_weight": 1.0,
-        "undesirable_weight": 1.0,
-        "importance_sampling_level": "token",
-        "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.2,
-        "use_vllm": False,
-        "current_gradient_accumulation_steps": job.gradient_accumulation_steps,
-        "_entropy_bonus_enabled": False,
-        "compute_loss_func": None,
-        "label_smoother": None,
-        "ld_alpha": None,
-        "f_divergence_type": "reverse_kl",
-        "label_smoothing": 0.0,
-        "use_weighting": False,
+        "current_gradient_accumulation_steps": accumulation,
         "_metrics": {"train": defaultdict(list)},
-        "_total_train_tokens": 0,
-        "_tp_size": 1,
     }
     return trainer
 

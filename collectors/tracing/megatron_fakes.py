@@ -119,14 +119,70 @@ def balance(rows: int, shares: int, dispatcher: str) -> None:
     from the GPU, are equal shares; a routing map selects as many, from the rank's own tokens or from all gathered ones."""
     received = rows * shares
     selected = received if dispatcher == "allgather" else rows
+    read = torch.Tensor.numpy
 
     def counts(tensor: Any) -> Any:
         if tensor.is_floating_point():
             return read(tensor)
         return np.full(tuple(tensor.shape), rows // max(1, tensor.numel()), dtype=np.int64)
 
+    FakeTensor.numpy = counts  # type: ignore[method-assign]
+    answer_counts(received)
+    _sort_equal_chunks()
+    _permute_known_rows(selected)
+    _send_all_rows_to_each_share(rows)
+    torch.Tensor.masked_select = _selecting(selected)  # type: ignore[method-assign]
+
+
+def _sort_equal_chunks() -> None:
+    """All chunks have one size; the host reads their order, which is not one of the counts."""
+    import megatron.core.transformer.moe.token_dispatcher as dispatching
+
+    sort = dispatching.sort_chunks_by_idxs
+
+    def sort_chunks(tensor: Any, sizes: Any, order: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not keywords.get("fused"):
+            order = np.arange(order.numel())
+        return sort(tensor, sizes, order, *arguments, **keywords)
+
+    dispatching.sort_chunks_by_idxs = sort_chunks
+
+
+def _permute_known_rows(selected: int) -> None:
+    """The number of rows that are permuted, which would be read from the GPU, is known."""
+    import megatron.core.transformer.moe.token_dispatcher as dispatching
+
+    permute = dispatching.permute
+
+    def permute_rows(*arguments: Any, num_out_tokens: Any = None, **keywords: Any) -> Any:
+        if keywords.get("fused") and isinstance(num_out_tokens, torch.Tensor):
+            num_out_tokens = selected
+        return permute(*arguments, num_out_tokens=num_out_tokens, **keywords)
+
+    dispatching.permute = permute_rows
+
+
+def _send_all_rows_to_each_share(rows: int) -> None:
+    """Each rank among which an expert is split sends all its rows. (A fake exchange would give each a share.)"""
+    import megatron.core.transformer.moe.token_dispatcher as dispatching
+
+    kind = dispatching.MoEAlltoAllTokenDispatcher
+    synchronize = kind._maybe_dtoh_and_synchronize
+
+    def synchronized(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        tokens_per_expert = synchronize(dispatcher, point, tokens_per_expert)
+        if isinstance(dispatcher.output_splits_tp, np.ndarray):
+            dispatcher.output_splits_tp = np.full(len(dispatcher.output_splits_tp), rows, dtype=np.int64)
+        return tokens_per_expert
+
+    kind._maybe_dtoh_and_synchronize = synchronized
+
+
+def _selecting(selected: int) -> Callable[[Any, Any], Any]:
+    """`masked_select` that selects so many elements, whatever the mask."""
+
     class Selected(torch.autograd.Function):  # type: ignore[misc]
-        """`masked_select`, which saves both its inputs."""
+        """It saves both its inputs."""
 
         @staticmethod
         def forward(ctx: Any, tensor: Any, mask: Any) -> Any:
@@ -137,41 +193,7 @@ def balance(rows: int, shares: int, dispatcher: str) -> None:
         def backward(ctx: Any, gradient: Any) -> Any:
             return torch.zeros_like(ctx.saved_tensors[0]), None
 
-    read = torch.Tensor.numpy
-    FakeTensor.numpy = counts  # type: ignore[method-assign]
-    answer_counts(received)
-    import megatron.core.transformer.moe.token_dispatcher as dispatching
-
-    sort = dispatching.sort_chunks_by_idxs
-
-    def sort_chunks(tensor: Any, sizes: Any, order: Any, *arguments: Any, **keywords: Any) -> Any:
-        """All chunks have one size; the host reads their order, which is not one of the counts."""
-        if not keywords.get("fused"):
-            order = np.arange(order.numel())
-        return sort(tensor, sizes, order, *arguments, **keywords)
-
-    dispatching.sort_chunks_by_idxs = sort_chunks
-    permute = dispatching.permute
-
-    def permute_rows(*arguments: Any, num_out_tokens: Any = None, **keywords: Any) -> Any:
-        """The number of rows, which would be read from the GPU, is known."""
-        if keywords.get("fused") and isinstance(num_out_tokens, torch.Tensor):
-            num_out_tokens = selected
-        return permute(*arguments, num_out_tokens=num_out_tokens, **keywords)
-
-    dispatching.permute = permute_rows
-    kind = dispatching.MoEAlltoAllTokenDispatcher
-    synchronize = kind._maybe_dtoh_and_synchronize
-
-    def synchronized(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-        """Each rank among which an expert is split sends all its rows. (A fake exchange would give each a share.)"""
-        tokens_per_expert = synchronize(dispatcher, point, tokens_per_expert)
-        if isinstance(dispatcher.output_splits_tp, np.ndarray):
-            dispatcher.output_splits_tp = np.full(len(dispatcher.output_splits_tp), rows, dtype=np.int64)
-        return tokens_per_expert
-
-    kind._maybe_dtoh_and_synchronize = synchronized
-    torch.Tensor.masked_select = lambda tensor, mask: Selected.apply(tensor, mask)  # type: ignore[method-assign]
+    return lambda tensor, mask: Selected.apply(tensor, mask)
 
 
 def _one_operation(

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from peakcast.histories.categories import is_hidden, phases
 from peakcast.histories.history import Action, History, block_bytes
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 BEFORE = "there before the recording"
+
+
+class _AllocatedBlock(NamedTuple):
+    """A block that was allocated; when it is freed is not known yet."""
+
+    name: str
+    category: Category
+    num_bytes: int
+    born: int
+    stream: int
 
 
 def recorded_timeline(history: History) -> Timeline:
@@ -16,19 +28,19 @@ def recorded_timeline(history: History) -> Timeline:
     a library allocated has the category WORKSPACES, everything else OTHER, as a recording does not say what a tensor is
     for.
     """
-    made: list[tuple[str, Category, int, int, int]] = []
+    made: list[_AllocatedBlock] = []
     dies: dict[int, int] = {}
     alive: dict[int, int] = {}
     for block in history.blocks:
         alive[block.address] = len(made)
-        made.append((BEFORE, Category.OTHER, block_bytes(block.requested_bytes), 0, 0))
+        made.append(_AllocatedBlock(BEFORE, Category.OTHER, block_bytes(block.requested_bytes), 0, 0))
     instants, labels = [Phase.INIT], [BEFORE]
     for event, phase in zip(history.events, phases(history), strict=True):
         if event.action is Action.ALLOC:
             name = history.categories[event.category] if event.category >= 0 else "no frames"
             category = Category.WORKSPACES if is_hidden(name) else Category.OTHER
             alive[event.address] = len(made)
-            made.append((name, category, block_bytes(event.num_bytes), len(instants), event.stream))
+            made.append(_AllocatedBlock(name, category, block_bytes(event.num_bytes), len(instants), event.stream))
             instants.append(phase)
             labels.append(name)
         elif event.action in (Action.FREE, Action.LET_GO) and event.address in alive:
@@ -37,7 +49,7 @@ def recorded_timeline(history: History) -> Timeline:
         instants[0] = instants[1]
     end = len(instants)
     entries = [
-        Entry(name, category, size, born, dies.get(number, end), stream=min(stream, 127))
-        for number, (name, category, size, born, stream) in enumerate(made)
+        Entry(one.name, one.category, one.num_bytes, one.born, dies.get(number, end), stream=min(one.stream, 127))
+        for number, one in enumerate(made)
     ]
     return Timeline.from_entries(entries, instants, labels)

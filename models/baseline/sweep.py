@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,9 +76,9 @@ def sweep(
     for number, (_, members) in enumerate(variants):
         variant_of[members] = number
     alike = list(groups(shared, np.arange(length)))
+    layouts = [variant for variant, _ in variants]
     tasks = [
-        (job, changes, [variant for variant, _ in variants], variant_of[members], batch[members], sequence[members])
-        for changes, members in alike
+        _Task(job, changes, layouts, variant_of[members], batch[members], sequence[members]) for changes, members in alike
     ]
     peaks = np.full(length, REFUSED, dtype=np.int64)
     for (_, members), found in zip(alike, _map(partial(_peaks, device, stage), tasks, processes), strict=True):
@@ -86,7 +86,18 @@ def sweep(
     return peaks
 
 
-_Task = tuple[TrainingJob, Mapping[str, Any], list[dict[str, Any]], Ints, Ints, Ints]
+class _Task(NamedTuple):
+    """Jobs that differ in micro-batch, sequence length and knobs of `ADDED`, in any order. Arrays are [num_jobs]."""
+
+    base: TrainingJob
+    changes: Mapping[str, Any]
+    """The knobs in which all of them differ from `base`."""
+    variants: list[dict[str, Any]]
+    """The knobs of `ADDED`, for each combination that occurs."""
+    variant_of: Ints
+    """The index in `variants` of each job."""
+    batch: Ints
+    sequence: Ints
 
 
 def _map(function: Callable[[_Task], Ints], tasks: Sequence[_Task], processes: int) -> Iterator[Ints]:
@@ -119,7 +130,7 @@ def _place_fewest_micro_batches(job: TrainingJob, columns: dict[str, npt.NDArray
 
 
 def _peaks(device: Device | None, stage: int | None, task: _Task) -> Ints:
-    """Peaks of the jobs of one task, which differ in micro-batch, sequence length and knobs of `ADDED`, in any order."""
+    """Peaks of the jobs of one task."""
     base, changes, variants, variant_of, batch, sequence = task
     peaks = np.full(len(batch), REFUSED, dtype=np.int64)
     sequence = np.where(np.isin(sequence, _valid_lengths(base, changes, np.unique(sequence))), sequence, 0)

@@ -276,34 +276,20 @@ def regressor_from_mapping(mapping: Mapping[str, Any], num_features: int) -> Reg
     if name == Zero.name:
         read(mapping, {"name"}, "regressor")
         return Zero()
-    if name in (GroupMedian.name, GpuMedian.name, HiddenBytes.name):
-        values = read(mapping, {"name", "overall", "medians"}, "regressor")
-        if not isinstance(values["medians"], Mapping):
-            raise CalibrationError(f"regressor.medians must be a mapping; {WAY_OUT}.", parameter="medians")
-        median = GroupMedian()
-        median.overall_ = number(values["overall"], "overall")
-        median.medians_ = {str(key): number(value, f"medians[{key!r}]") for key, value in values["medians"].items()}
-        if name == GroupMedian.name:
-            return median
-        if name == HiddenBytes.name:
-            hidden = HiddenBytes()
-            hidden.amounts_ = median
-            return hidden
+    if name == GroupMedian.name:
+        return _medians_from_mapping(mapping)
+    if name == HiddenBytes.name:
+        hidden = HiddenBytes()
+        hidden.amounts_ = _medians_from_mapping(mapping)
+        return hidden
+    if name == GpuMedian.name:
+        of_gpus = GpuMedian()
+        of_gpus.gpus_ = median = _medians_from_mapping(mapping)
         if not median.medians_ or not all(_GPU_KEY.fullmatch(key) for key in median.medians_):
             raise CalibrationError(f"regressor.medians must be of GPU types; {WAY_OUT}.", parameter="medians")
-        of_gpus = GpuMedian()
-        of_gpus.gpus_ = median
         return of_gpus
     if name == Ridge.name:
-        arrays = ("low", "high", "mean", "scale", "coefficients")
-        values = read(mapping, {"name", "alpha", "intercept", *arrays}, "regressor")
-        ridge = Ridge(alpha=number(values["alpha"], "alpha", low=0))
-        ridge.intercept_ = number(values["intercept"], "intercept")
-        for key in arrays:
-            setattr(ridge, key + "_", numbers(values[key], key, num_features, limit=1e9))
-        if (ridge.scale_ < 1e-10).any():
-            raise CalibrationError(f"regressor.scale must be positive; {WAY_OUT}.", parameter="scale")
-        return ridge
+        return _ridge_from_mapping(mapping, num_features)
     if name == BoostedTrees.name:
         boosted = BoostedTrees()
         boosted.trees_ = Trees.from_mapping({k: v for k, v in mapping.items() if k != "name"}, num_features)
@@ -311,6 +297,28 @@ def regressor_from_mapping(mapping: Mapping[str, Any], num_features: int) -> Reg
     raise CalibrationError(
         f"regressor.name={name!r} is not known to this version; {WAY_OUT}.", parameter="name", value=name
     )
+
+
+def _medians_from_mapping(mapping: Mapping[str, Any]) -> GroupMedian:
+    values = read(mapping, {"name", "overall", "medians"}, "regressor")
+    if not isinstance(values["medians"], Mapping):
+        raise CalibrationError(f"regressor.medians must be a mapping; {WAY_OUT}.", parameter="medians")
+    median = GroupMedian()
+    median.overall_ = number(values["overall"], "overall")
+    median.medians_ = {str(key): number(value, f"medians[{key!r}]") for key, value in values["medians"].items()}
+    return median
+
+
+def _ridge_from_mapping(mapping: Mapping[str, Any], num_features: int) -> Ridge:
+    arrays = ("low", "high", "mean", "scale", "coefficients")
+    values = read(mapping, {"name", "alpha", "intercept", *arrays}, "regressor")
+    ridge = Ridge(alpha=number(values["alpha"], "alpha", low=0))
+    ridge.intercept_ = number(values["intercept"], "intercept")
+    for key in arrays:
+        setattr(ridge, key + "_", numbers(values[key], key, num_features, limit=1e9))
+    if (ridge.scale_ < 1e-10).any():
+        raise CalibrationError(f"regressor.scale must be positive; {WAY_OUT}.", parameter="scale")
+    return ridge
 
 
 def _gpu_distance(one: str, other: str) -> tuple[float, float]:

@@ -62,7 +62,8 @@ PRIORS: dict[str, dict[str, float]] = {
   0.02, but nine of GPTQ by 0.85; 31 readings after NCCL's start on 8 × H100 by 0.02, but one by 0.33. On average 0.02 to
   0.2.
 - `cached`: equal ranks of one run differ by up to 2.6 % in reserved memory, with a cache of 10 to 30 %.
-- `slack`: a rest that the simulation has is there or is not; equal runs on other clusters differ by one to several rests.
+- `slack`: what the simulation leaves unused in a block may be split off in the run; equal runs on other clusters differ by
+  one to several such rests.
   On one GPU requests come in the order of the program. Reserved and device memory contain the blocks whole.
 - `routed`: runs of one mixture of experts with equal settings are up to 6 % apart.
 - `compiled`: the same source on the same torch varies by 1.0 % at the median, 12.6 % at worst.

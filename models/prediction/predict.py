@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from peakcast.answers.prediction import Prediction
 from peakcast.core.findings import Finding, ordered
@@ -61,20 +61,15 @@ def predict(
     judged = judge(intervals, limits(job, device), reasons)
     noticed = [*reasons, judged.finding, *cache_findings(base, usable_bytes(job, device))]
     noticed.append(outside_estimated(base, intervals["peak_device_bytes"].point))
+    told: dict[str, Any] = {**intervals, **_from_baseline(base)}
     here = copy_context()  # what is computed later uses the timelines chosen now
     return Prediction(
         gpu=device.name,
         rank=base.rank,
-        **intervals,
         capacity_bytes=usable_bytes(job, device),
         fits=judged.fits,
         limit=judged.limit,
-        peak_phase=base.peak_phase,
-        phase_peaks_bytes=base.phase_peaks_bytes | base.generation_peaks_bytes,
-        steady_state_bytes=base.steady_state_bytes,
-        first_step_peak_bytes=base.first_step_peak_bytes,
-        largest=base.largest,
-        composition=base.composition,
+        **told,
         inside_calibrated_domain=calibration.has_rows_of(device.name) and not severity(reasons),
         calibration=calibration.gpu,
         assumptions=assumptions(job, device, base, rank),
@@ -133,6 +128,18 @@ def _beyond_positions(job: TrainingJob) -> tuple[Finding, ...]:
         f"run would fail; use at most {rows}, or a network with max_position_embeddings={longest}."
     )
     return (Finding("positions_exceeded", "sequence_length", "either", sentence),)
+
+
+def _from_baseline(base: Baseline) -> dict[str, Any]:
+    """What a prediction says of the baseline as it is."""
+    return {
+        "peak_phase": base.peak_phase,
+        "phase_peaks_bytes": base.phase_peaks_bytes | base.generation_peaks_bytes,
+        "steady_state_bytes": base.steady_state_bytes,
+        "first_step_peak_bytes": base.first_step_peak_bytes,
+        "largest": base.largest,
+        "composition": base.composition,
+    }
 
 
 def known_of(job: TrainingJob) -> tuple[Finding, ...]:

@@ -151,6 +151,18 @@ def shortened(walk: Walk, loops: Sequence[Loop], number: int) -> Walk | None:
     return short if again is not None and _same(again[0], walk) else None
 
 
+def _with_longer_stretches(walk: Walk, loops: Sequence[Loop], more: int, places: _Moved) -> Walk:
+    """`walk` with the instants and visits of `more` turns of each loop; its entries are as before."""
+    labels, phases, visits = list(walk.labels), list(walk.phases), list(walk.visits)
+    for backward in (False, True):
+        stretch = _stretch(walk, backward)
+        order = _order(len(phases[stretch]), [loop for loop in loops if loop.backward == backward], more)
+        labels[stretch] = tuple(labels[stretch][instant] for instant in order)
+        phases[stretch] = bytes(phases[stretch][instant] for instant in order)
+        visits[stretch] = tuple(_visits(visits[stretch], loops, backward, places))
+    return replace(walk, labels=tuple(labels), phases=tuple(phases), visits=tuple(visits))
+
+
 def lengthened(walk: Walk, loops: Sequence[Loop], number: int) -> tuple[Walk, Ints] | None:
     """(`walk`, which has KEPT chunks, with `number` of them; for each of its entries, the entry of `walk`); None if its
     second and third chunk are not alike."""
@@ -172,19 +184,9 @@ def lengthened(walk: Walk, loops: Sequence[Loop], number: int) -> tuple[Walk, In
             if row == BORN_STRETCH:
                 within = _loop_at(loops, back, instant)
             lives[instants, entry] = places.of(back, instant, within, int(chunk[source]), int(copy[entry]))
-    labels, phases, visits = list(walk.labels), list(walk.phases), list(walk.visits)
-    for backward in (False, True):
-        stretch = _stretch(walk, backward)
-        order = _order(len(phases[stretch]), [loop for loop in loops if loop.backward == backward], more)
-        labels[stretch] = tuple(labels[stretch][instant] for instant in order)
-        phases[stretch] = bytes(phases[stretch][instant] for instant in order)
-        visits[stretch] = tuple(_visits(visits[stretch], loops, backward, places))
     copies = {entry: np.flatnonzero(entries == entry).tolist() for entry in walk.returned}
     long = replace(
-        walk,
-        labels=tuple(labels),
-        phases=tuple(phases),
-        visits=tuple(visits),
+        _with_longer_stretches(walk, loops, more, places),
         names=tuple(walk.names[entry] for entry in entries),
         categories=walk.categories[entries],
         raw_bytes=walk.raw_bytes[entries],

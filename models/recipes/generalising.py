@@ -249,7 +249,7 @@ class _Explored:
         tensors live in a later step."""
         with suppress(CollectorError):
             one = self._recorded({}, self.near, 1)
-            again = one.in_next_step(replace(self.recipe.walk, raw_bytes=self.recipe.sizes.at(*self.near)))
+            again = one.same_tensors_in(replace(self.recipe.walk, raw_bytes=self.recipe.sizes.at(*self.near)))
             return None if again is None else (one, again)
         return None
 

@@ -164,7 +164,6 @@ def recorded(
     small batches and lengths that run the same operations as the asked one. An uneven length and a far one confirm the
     sizes that follow from them; what they do not confirm narrows the range, down to the asked point alone if no polynomials
     fit.
-
     Raises: CollectorError if the network cannot be recorded at all.
     """
     batches: tuple[int, ...] = (1,) if asked[0] == 1 else (2, 3)
@@ -179,23 +178,35 @@ def recorded(
         batches = asked[:1]
         walked = walked if asked == first else walked.only_at(asked)
     for lengths in [[CHUNKED]] if chunking else _lengths(asked, most, of_images):
-        solving = _points(batches, lengths)
-        if walked.alike(asked) and walked.all_alike(solving):
-            sizes = walked.sizes_through(solving)
-            if sizes is not None:
-                spans = [(min(*some, own), max(*some, own)) for some, own in zip(lengths, asked[1:], strict=True)]
-                recipe = _of_walks(walked, sizes, [(batches[0], max(asked[0], batches[-1])), *spans])
-                short = SHORTEST + (chunking.rule.size * (KEPT - 1) if chunking else of_images)
-                recipe = _widened(recipe, walked, most, nearer, short)
-                if recipe.covers(*asked):  # not an uneven length that only even ones were confirmed beside
-                    return recipe
-    if not walked.alike(asked):
-        if chunking is not None:
-            raise CollectorError("its chunks are not alike.")
+        recipe = _solved(walked, asked, batches, lengths)
+        if recipe is not None:
+            short = SHORTEST + (chunking.rule.size * (KEPT - 1) if chunking else of_images)
+            recipe = _widened(recipe, walked, most, nearer, short)
+            if recipe.covers(*asked):  # not an uneven length that only even ones were confirmed beside
+                return recipe
+    if not walked.alike(asked) and chunking is None:
         return recorded_alone(record, asked)
+    return _of_one_point(walked, asked)
+
+
+def _of_one_point(walked: Walked, asked: WalkSizes) -> Recipe:
+    """The recipe that covers the `asked` point alone, from the walks of a shallower network. Raises: CollectorError."""
+    if not walked.alike(asked):
+        raise CollectorError("its chunks are not alike.")
     alone = walked.sizes_through([asked])
     assert alone is not None
     return _of_walks(walked, alone, [(number, number) for number in asked])
+
+
+def _solved(walked: Walked, asked: WalkSizes, batches: Sequence[int], lengths: Sequence[Lengths]) -> Recipe | None:
+    """The recipe whose sizes are polynomials through small points, of these `batches` and `lengths`, and the `asked` one;
+    None if steps there run other operations than the asked one, or no polynomials fit."""
+    points = _points(batches, lengths)
+    sizes = walked.sizes_through(points) if walked.alike(asked) and walked.all_alike(points) else None
+    if sizes is None:
+        return None
+    spans = [(min(*some, own), max(*some, own)) for some, own in zip(lengths, asked[1:], strict=True)]
+    return _of_walks(walked, sizes, [(batches[0], max(asked[0], batches[-1])), *spans])
 
 
 def recorded_alone(record: Record, asked: WalkSizes) -> Recipe:

@@ -37,6 +37,12 @@ class Visit:
     instant: int
     weights: tuple[tuple[str, str], ...]
 
+    @classmethod
+    def read(cls, written: Sequence[Any], kept: Ints) -> Visit:
+        """The visit that a worker wrote, of whose instants only those `kept` count."""
+        runs, enters, module, instant, weights = written
+        return cls(runs, bool(enters), module, int(np.searchsorted(kept, instant)), tuple(map(tuple, weights)))
+
 
 @dataclass(frozen=True, slots=True)
 class GatheredGroup:
@@ -110,9 +116,10 @@ class Walk:
             and np.array_equal(self.lives, other.lives)
         )
 
-    def in_next_step(self, later: Walk) -> Ints | None:
-        """For each entry of `later`, a walk of the same step after another one, the entry of this walk of a first step that
-        is the same tensor; what `later` finds in memory is what a step leaves there. None if the two are no such walks."""
+    def same_tensors_in(self, later: Walk) -> Ints | None:
+        """This is the walk of a training's first step, `later` that of another one. For each entry of `later`: the entry of
+        this walk that is the same tensor, where what the later step finds in memory is what a step leaves there. None if
+        the two steps run other operations."""
         left = np.flatnonzero((self.lives[DIES_STRETCH] < 0) & (self.lives[BORN_STRETCH] >= 0)).tolist()
         found = (later.lives[BORN_STRETCH] < 0) & (later.lives[BORN_AT] > 0)
         same = np.zeros(len(later.names), dtype=np.int64)
@@ -147,12 +154,7 @@ class Walk:
             for stretch, row in ((BORN_STRETCH, BORN_AT), (DIES_STRETCH, DIES_AT), (HANDED_ON_STRETCH, HANDED_ON_AT)):
                 of = lives[stretch] == index
                 lives[row, of] = np.searchsorted(kept, lives[row, of])
-            visits.append(
-                tuple(
-                    Visit(runs, bool(enters), module, int(np.searchsorted(kept, instant)), tuple(map(tuple, weights)))
-                    for runs, enters, module, instant, weights in mapping["visits"][index]
-                )
-            )
+            visits.append(tuple(Visit.read(written, kept) for written in mapping["visits"][index]))
         parameters = (WalkedParameter(of, name, tuple(shape), *rest) for of, name, shape, *rest in mapping["parameters"])
         return cls(
             mapping["num_places"],

@@ -67,7 +67,7 @@ class Walked:
         self.how: Repeats | None = repeats(self.walk, shown.runs)
         if self.how is None and shown.runs:  # a later step does something else in layers that are alike in a first one
             raise CollectorError("its layers are not alike in a later step.")
-        self._one, self._again = one, one.in_next_step(self.walk)
+        self._one, self._again = one, one.same_tensors_in(self.walk)
         self._walks = {point: self.walk}
 
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 
 from peakcast.catalog import Device
 from peakcast.core.units import KIB, MIB
@@ -42,6 +43,14 @@ class Workspace:
 NOTHING = Workspace()
 
 
+def _parts(values: int, grid: int, blocks: int) -> int:
+    """In how many parts the `values` of a thread are reduced, each by a block of its own, if the kernel's grid has `grid`
+    blocks and the GPU runs `blocks` at once."""
+    if values < MAX_VALUES or grid > blocks:
+        return 1
+    return max(min(_ceil(blocks, grid), _ceil(values, MIN_VALUES)), _ceil(values, MAX_VALUES))
+
+
 @lru_cache(maxsize=4096)
 def reduction(
     num_outputs: int,
@@ -64,33 +73,25 @@ def reduction(
     """
     if num_outputs < 1 or num_reduced < 2:
         return NOTHING
-    width, height, loaded = num_outputs, num_reduced, vector
     if reduced_is_contiguous:
         whole = num_outputs == 1 and num_reduced > 128
         width, height, loaded = num_reduced // (VECTOR if whole else 1), num_outputs, 1
     else:
-        while width % loaded:
-            loaded //= 2
-        width //= loaded
+        loaded = gcd(num_outputs, vector)
+        width, height = num_outputs // loaded, num_reduced
     most = MAX_THREADS // loaded
     width, height = _power_below(width, most), _power_below(height, most)
     block_height = min(height, most // min(width, WARP))
     block_width = min(width, most // block_height)
-    per_block = block_width if reduced_is_contiguous else 1
-    outputs_per_block = 1 if reduced_is_contiguous else block_width
-    values = _ceil(num_reduced, per_block)
-    if values < min(block_height * 16, MAX_VALUES):
+    per_block, outputs_per_block = (block_width, 1) if reduced_is_contiguous else (1, block_width)
+    if _ceil(num_reduced, per_block) < min(block_height * 16, MAX_VALUES):
         return NOTHING  # each row of threads has an output of its own
     values = _ceil(num_reduced, per_block * block_height)
     grid = _ceil(num_outputs // loaded, outputs_per_block)
-    blocks = num_sms * (max_threads_per_sm // (block_width * block_height))
-    if values < MAX_VALUES or grid > blocks:
-        return NOTHING
-    parts = max(min(_ceil(blocks, grid), _ceil(values, MIN_VALUES)), _ceil(values, MAX_VALUES))
+    parts = _parts(values, grid, num_sms * (max_threads_per_sm // (block_width * block_height)))
     if parts < 2:
         return NOTHING
-    lanes = 1 if reduced_is_contiguous else block_width * loaded
-    return Workspace(accumulator_bytes * num_outputs * parts * lanes, SEMAPHORE_BYTES * grid)
+    return Workspace(accumulator_bytes * num_outputs * parts * outputs_per_block * loaded, SEMAPHORE_BYTES * grid)
 
 
 def column_sum(num_columns: int, num_rows: int, num_sms: int, max_threads_per_sm: int) -> Workspace:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from peakcast.commands.application import Json, Processes, app
+from peakcast.commands.option_groups import OptionGroup, takes_groups
 from peakcast.core.errors import SpecError
+
+if TYPE_CHECKING:
+    from peakcast.collectors.measure.settings import CollectSettings
 
 NOTHING_MEASURED = 1
 """Exit code of `peakcast collect` if every cell that it started failed."""
@@ -22,26 +27,41 @@ DISAGREES = 1
 """Exit code of `peakcast verify` if ledger and trace differ."""
 
 
-@app.command(epilog="Example: peakcast collect my-grid.yaml --budget-minutes 25")
-def collect(
-    context: typer.Context,
-    grid: Annotated[str, typer.Argument(help="A grid file, the name of a shipped grid, or: constants.")],
-    shard: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to.")] = Path("peakcast.shard.jsonl"),
-    budget_minutes: Annotated[float | None, typer.Option(help="Start no cell after this long.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Trace on fake tensors; needs no GPU.")] = False,
-    timeout_seconds: Annotated[float, typer.Option(help="Most time that one cell may take.")] = 600,
-    gpu: Annotated[str | None, typer.Option(help="GPU type to trace for, or of this GPU, if its name is unknown.")] = None,
-    processes: Processes = None,
-    select: Annotated[str, typer.Option(help="Order of the cells: grid, or informative, which tells most first.")] = "grid",
-    engine: Annotated[str, typer.Option(help="Where cells run: local, ray or slurm.")] = "local",
+@dataclass(frozen=True, slots=True)
+class CellOptions(OptionGroup):
+    """How the cells of a grid are run: `CollectSettings` as options."""
+
+    budget_minutes: Annotated[float | None, typer.Option(help="Start no cell after this long.")] = None
+    trace: Annotated[bool, typer.Option("--trace", help="Trace on fake tensors; needs no GPU.")] = False
+    timeout_seconds: Annotated[float, typer.Option(help="Most time that one cell may take.")] = 600
+    gpu: Annotated[str | None, typer.Option(help="GPU type to trace for, or of this GPU, if its name is unknown.")] = None
+    processes: Processes = None
+    engine: Annotated[str, typer.Option(help="Where cells run: local, ray or slurm.")] = "local"
     engine_options: Annotated[
         list[str] | None, typer.Option("--engine-set", help="An option of the engine: --engine-set slurm_partition=gpu")
-    ] = None,
-    history: Annotated[bool, typer.Option("--history", help="Keep the allocator's history of each run.")] = False,
+    ] = None
+    history: Annotated[bool, typer.Option("--history", help="Keep the allocator's history of each run.")] = False
     ranks: Annotated[
         str, typer.Option(help="Ranks of a job to run: auto (all if there are GPUs enough, else one), real, one, or 0,3.")
-    ] = "auto",
-    repeats: Annotated[int, typer.Option(min=1, help="Run each cell this often, to see the noise between runs.")] = 1,
+    ] = "auto"
+    repeats: Annotated[int, typer.Option(min=1, help="Run each cell this often, to see the noise between runs.")] = 1
+
+    def settings(self) -> CollectSettings:
+        """The settings that these options state. Raises: CollectorError."""
+        from peakcast.collectors.measure.settings import CollectSettings
+
+        return CollectSettings(**{**asdict(self), "engine_options": _options(self.engine_options or [])})
+
+
+@app.command(epilog="Example: peakcast collect my-grid.yaml --budget-minutes 25")
+@takes_groups
+def collect(
+    context: typer.Context,
+    *,
+    grid: Annotated[str, typer.Argument(help="A grid file, the name of a shipped grid, or: constants.")],
+    shard: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to.")] = Path("peakcast.shard.jsonl"),
+    runs: CellOptions,
+    select: Annotated[str, typer.Option(help="Order of the cells: grid, or informative, which tells most first.")] = "grid",
     plot: Annotated[Path | None, typer.Option(help="Draw measured against predicted to this .png or .svg.")] = None,
     json: Json = False,
 ) -> None:
@@ -55,24 +75,10 @@ def collect(
 
     if grid == CONSTANTS:
         _refuse_all_but(context, OF_CONSTANTS)
-        read = api.collect_constants(gpu, timeout_seconds=timeout_seconds)
+        read = api.collect_constants(runs.gpu, timeout_seconds=runs.timeout_seconds)
         print(render.json_text(render.constants_mapping(read)) if json else render.constants_text(read))
         return
-
-    from peakcast.collectors.measure.settings import CollectSettings
-
-    settings = CollectSettings(
-        trace=trace,
-        budget_minutes=budget_minutes,
-        timeout_seconds=timeout_seconds,
-        gpu=gpu,
-        processes=processes,
-        engine=engine,
-        engine_options=_options(engine_options or []),
-        history=history,
-        ranks=ranks,
-        repeats=repeats,
-    )
+    settings = runs.settings()
     with render.working() as progress:
         summary = api.collect(grid, shard, settings, select=select, plot=plot, progress=progress)
     print(render.json_text(summary) if json else render.summary_text(summary, shard))

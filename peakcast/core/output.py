@@ -51,8 +51,9 @@ class _Out(io.RawIOBase):
 
 
 def prepare() -> None:
-    """Make the standard streams of this program such that printing fails with an `OutputError` or not at all: a closed one
-    takes everything and gives nothing, and characters that a terminal lacks are written as \\x.. or \\u...."""
+    """Make the standard streams of this program such that printing fails with an `OutputError` or not at all. What is
+    written to a closed stream is lost, and reading from it gives nothing; characters that a terminal lacks are written as
+    \\x.. or \\u...."""
     for name, descriptor in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:  # it is closed; no other file may get its number
             with suppress(OSError):

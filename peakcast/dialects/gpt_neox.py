@@ -55,6 +55,13 @@ IGNORED = re.compile(
 )
 
 
+def _zero(engine: dict[str, Any]) -> dict[str, Any]:
+    """The settings of ZeRO, with DeepSpeed's present key for an optimizer on the host."""
+    zero = dict(engine.get("zero_optimization") or {"stage": 0})
+    moved = zero.pop("cpu_offload", False)
+    return zero | ({"offload_optimizer": {"device": "cpu"}} if str(moved).lower() == "true" else {})
+
+
 def from_gpt_neox(pasted: Pasted) -> Translation:
     """The job of a GPT-NeoX run, whose files have been merged into one. Raises: SpecError naming the key and the rule."""
     notes = Notes()
@@ -72,9 +79,7 @@ def from_gpt_neox(pasted: Pasted) -> Translation:
     checkpoints = settings.switch("checkpoint_activations")
     engine = {key: settings.raw(key) for key in ENGINE if isinstance(settings.raw(key), dict)}
     half = _precision(settings, engine)
-    zero = dict(engine.get("zero_optimization") or {"stage": 0})
-    moved = zero.pop("cpu_offload", False)
-    engine["zero_optimization"] = zero | ({"offload_optimizer": {"device": "cpu"}} if str(moved).lower() == "true" else {})
+    engine["zero_optimization"] = _zero(engine)
     attention = _attention(settings)
     note_unsupported(settings, UNSUPPORTED)
     training = {

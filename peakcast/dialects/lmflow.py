@@ -92,11 +92,8 @@ def from_lmflow(pasted: Pasted) -> Translation:
     job = with_method(job, method, "the program", notes, whole_logits=whole, log_softmax=True)
     note_unsupported(settings, UNSUPPORTED)
     if settings.switch("use_lisa"):
-        notes.unsupported.append(
-            "LISA (use_lisa) trains a few layers at a time, which is not modelled; full training is assumed.",
-            "use_lisa",
-            "less",
-        )
+        sentence = "LISA (use_lisa) trains a few layers at a time, which is not modelled; full training is assumed."
+        notes.unsupported.append(sentence, "use_lisa", "less")
     settings.note_left(IGNORED, IGNORED_TRAINING)
     return notes.finish(job)
 

@@ -151,6 +151,19 @@ def _size(flags: Mapping[str, Any], key: str) -> int:
     return int(value) if value.isdecimal() and int(value) else 1
 
 
+def _length(model: Mapping[str, Any], data: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    """The flag for the length of sequences: the model's, else that of the data."""
+    length = model.get("seq_length") or data.get("seq_length") or data.get("sequence_length")
+    for key in ("seq_length", "sequence_length"):
+        if length and data.get(key) and str(data[key]) != str(length):
+            notes.warnings.append(
+                f"dataset.{key}={data[key]} is not model.seq_length={length}, which is counted, and Megatron-Bridge "
+                "refuses such a run: override both.",
+                "model.seq_length",
+            )
+    return {"seq_length": length} if length else {}
+
+
 def _flags(
     values: Mapping[str, Any],
     sections: Mapping[str, Mapping[str, Any]],
@@ -171,16 +184,7 @@ def _flags(
     }
     notes.ignored += [f"model.{key}" for key in fields if key not in left]
     left |= {key: train[key] for key in ("micro_batch_size", "global_batch_size") if train.get(key) is not None}
-    data = sections.get("dataset", {})
-    length = plain.get("seq_length") or data.get("seq_length") or data.get("sequence_length")
-    left |= {"seq_length": length} if length else {}
-    for key in ("seq_length", "sequence_length"):
-        if length and data.get(key) and str(data[key]) != str(length):
-            notes.warnings.append(
-                f"dataset.{key}={data[key]} is not model.seq_length={length}, which is counted, and Megatron-Bridge "
-                "refuses such a run: override both.",
-                "model.seq_length",
-            )
+    left |= _length(plain, sections.get("dataset", {}), notes)
     left |= {key: ddp[key] for key in OF_DDP if ddp.get(key) is not None}
     left |= {flag: ddp[key] for key, flag in DDP.items() if ddp.get(key) is not None}
     optimizer = sections.get("optimizer", {})

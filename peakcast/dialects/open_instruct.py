@@ -55,17 +55,21 @@ IGNORED = re.compile(
 )
 
 
+def _generates(pasted: Pasted) -> SpecError:
+    return SpecError(
+        f"{pasted.where} generates and trains by turns ({pasted.program or 'with rollouts'}), which is not read here; "
+        "give the update as a job: --model, --sequence-length (pack_length), --micro-batch-size "
+        "(per_device_train_batch_size), --framework deepspeed --zero-stage (deepspeed_stage), --set loss.kind=grpo.",
+        parameter="program",
+    )
+
+
 def from_open_instruct(pasted: Pasted) -> Translation:
     """The job of an open-instruct configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(pasted.values, notes, "open-instruct")
     if REINFORCES & set(pasted.values):
-        raise SpecError(
-            f"{pasted.where} generates and trains by turns ({pasted.program or 'with rollouts'}), which is not read here; "
-            "give the update as a job: --model, --sequence-length (pack_length), --micro-batch-size "
-            "(per_device_train_batch_size), --framework deepspeed --zero-stage (deepspeed_stage), --set loss.kind=grpo.",
-            parameter="program",
-        )
+        raise _generates(pasted)
     quantised = settings.switch("use_qlora")
     adapters = settings.switch("use_lora")
     if quantised and not adapters:
@@ -216,7 +220,7 @@ def _optimizer(settings: Settings, *, quantised: bool) -> str:
 
 
 def _loss(settings: Settings) -> dict[str, Any]:
-    """The training settings of the loss, with notes about what of it is not modelled."""
+    """The training settings of the loss; losses that are not modelled are noted."""
     notes, loss = settings.notes, dict[str, Any]()
     mean = settings.one_of("reduce_loss", "mean", ("mean", "sum")) == "mean"
     if settings.switch("use_liger_kernel"):

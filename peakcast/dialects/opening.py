@@ -86,6 +86,15 @@ def _program(text: str, where: str, folder: Path | None) -> Pasted:
     return Pasted(values=values, where=where, folder=folder)
 
 
+def _accelerate_beside(launch: Launch, here: Pasted) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """(accelerate's configuration as a companion, if the launch has one; the program's arguments without it)."""
+    found: dict[str, Any] = {"accelerate": _accelerate(launch, here)} if launch.launched_by == "accelerate" else {}
+    arguments = _spelled(launch)
+    if launch.program.startswith("trl ") and "accelerate_config" in arguments:
+        found["accelerate"], arguments = _accelerate_of_trl(arguments, here)
+    return found, arguments
+
+
 def _launched(
     text: str, where: str, folder: Path | None, files: Mapping[str, Mapping[str, Any]], *, counted: bool = True
 ) -> Pasted:
@@ -103,13 +112,8 @@ def _launched(
         raise SpecError(f"{where} {sentence}", parameter="job")
     written = _written(script)
     here = Pasted(values={}, where=where, folder=folder, companions={**written, **files})
-    companions = dict(written)
-    if launch.launched_by == "accelerate":
-        companions["accelerate"] = _accelerate(launch, here)
     values: dict[str, Any] = {}
-    arguments = _spelled(launch)
-    if launch.program.startswith("trl ") and "accelerate_config" in arguments:
-        companions["accelerate"], arguments = _accelerate_of_trl(arguments, here)
+    accelerate, arguments = _accelerate_beside(launch, here)
     module = str(arguments.get("module", launch.env.get("MODULE", "")))
     found = nemo or registered(launch.program, module, launch.files, folder) or recipe_of(launch.program, arguments)
     if found is not None:
@@ -123,7 +127,7 @@ def _launched(
         values=merged(values, arguments),
         where=where,
         folder=folder,
-        companions=companions,
+        companions={**written, **accelerate},
         used=here.used,
         num_gpus=launch.num_gpus if counted else None,
         env=launch.env,

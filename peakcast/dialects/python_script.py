@@ -14,6 +14,7 @@ from typing import Any
 
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
+from peakcast.dialects.common.asked_versions import AskedVersions
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation
 from peakcast.dialects.huggingface.dtypes import FROM_PRETRAINED
@@ -121,6 +122,17 @@ def _named(loader: FunctionCall, trainer: FunctionCall) -> dict[str, Any]:
     return {**values, **{key: value for key, value in loader.keywords.items() if key != "pretrained_model_name_or_path"}}
 
 
+def _versions(about: Mapping[str, Any], asked: AskedVersions, *, unsloth: bool) -> AskedVersions:
+    """The versions that were asked for, then those that the program names."""
+    named = {str(name): str(version) for name, version in _mapping(about.get("versions")).items()}
+    usual = {"unsloth": NEWEST_UNSLOTH} if unsloth else {}
+    return replace(asked, given=FrozenMapping({**usual, **named, **asked.given}))
+
+
+PARTS_READ = ("model", "adapter", "quantization", "training", "trainer", ROLE)
+"""The parts of a program's settings that are read."""
+
+
 def from_python_script(pasted: Pasted) -> Translation:
     """The job of a Python program. Raises: SpecError naming the argument, its value, the rule and the way out."""
     notes = Notes()
@@ -131,9 +143,7 @@ def from_python_script(pasted: Pasted) -> Translation:
             parameter="dialect",
         )
     parts = {key: dict(value) for key, value in pasted.values.items() if isinstance(value, Mapping) and key != ROLE}
-    for key in pasted.values:
-        if key not in ("model", "adapter", "quantization", "training", "trainer", ROLE):
-            notes.unknown.append(key)
+    notes.unknown += [key for key in pasted.values if key not in PARTS_READ]
     settings = Settings(parts.get("model", {}), notes, "from_pretrained")
     unsloth = str(about.get("loader", "")).rpartition(".from")[0].rpartition(".")[2].startswith("Fast")
     training = {key: value for key, value in parts.get("training", {}).items() if key != "_target_"}
@@ -147,16 +157,14 @@ def from_python_script(pasted: Pasted) -> Translation:
         companions["peft"] = adapter
     _quantization(parts, training, notes)
     _say_what_is_left_out(about, notes)
-    method = CONFIGS.get(str(about.get("config")), "") or TRAINERS.get(str(about.get("trainer")), "")
     config = about.get("config")
+    method = CONFIGS.get(str(config), "") or TRAINERS.get(str(about.get("trainer")), "")
     whose = Whose(bool(method), True, f"TRL's by {config}" if method else f"transformers' own by {config}")
     if not method:
         _length_of_texts(about, training, notes)
-    versions = {str(name): str(version) for name, version in _mapping(about.get("versions")).items()}
-    usual = {"unsloth": NEWEST_UNSLOTH} if unsloth else {}
-    asked = replace(pasted.versions, given=FrozenMapping({**usual, **versions, **pasted.versions.given}))
     program = f"{method}.py" if method else ""
-    inner = replace(pasted, values=training, companions=companions, versions=asked, program=program)
+    versions = _versions(about, pasted.versions, unsloth=unsloth)
+    inner = replace(pasted, values=training, companions=companions, versions=versions, program=program)
     job = notes.include(from_parts(inner, "training", whose))
     if about.get("widens"):
         job = _widened(job, notes)

@@ -69,6 +69,19 @@ IGNORED = re.compile(
 )
 
 
+def _parallelism(num_gpus: int, tensor: int) -> Parallelism:
+    return Parallelism(
+        data_parallel_size=max(num_gpus // tensor, 1),
+        tensor_parallel_size=tensor,
+        sharding="fsdp2" if num_gpus > 1 else "none",
+    )
+
+
+def _offload(settings: Settings, *, sharded: bool) -> Offload:
+    shards = (settings.switch("fsdp_cpu_offload") or settings.switch("fsdp.cpu_offload")) and sharded
+    return Offload(parameters=shards, optimizer=shards, activations=settings.switch("enable_activation_offloading"))
+
+
 def from_torchtune(pasted: Pasted) -> Translation:
     """The job of a torchtune recipe. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
@@ -84,7 +97,6 @@ def from_torchtune(pasted: Pasted) -> Translation:
     tensor = settings.integer("tensor_parallel_dim", 1) or 1
     num_gpus = pasted.gpus(notes, tensor)
     sharded = num_gpus > 1
-    offloads = (settings.switch("fsdp_cpu_offload") or settings.switch("fsdp.cpu_offload")) and sharded
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
@@ -98,14 +110,8 @@ def from_torchtune(pasted: Pasted) -> Translation:
         activation_checkpointing=_checkpointing(settings),
         loss=_loss(settings),
         compile=settings.switch("compile"),
-        parallelism=Parallelism(
-            data_parallel_size=max(num_gpus // tensor, 1),
-            tensor_parallel_size=tensor,
-            sharding="fsdp2" if sharded else "none",
-        ),
-        offload=Offload(
-            parameters=offloads, optimizer=offloads, activations=settings.switch("enable_activation_offloading")
-        ),
+        parallelism=_parallelism(num_gpus, tensor),
+        offload=_offload(settings, sharded=sharded),
         framework_options=FrozenMapping(_options(settings, sharded=sharded, method=method)),
     )
     if settings.text("loss._component_").endswith("rlhf.loss.DPOLoss"):
@@ -116,7 +122,7 @@ def from_torchtune(pasted: Pasted) -> Translation:
 
 
 def _network_and_method(settings: Settings) -> tuple[str, Literal["full", "lora", "qlora"]]:
-    """The network's name in `BUILDERS`, and what of it is trained: both are in the name of the model's builder."""
+    """The network's name in `BUILDERS`, and the finetuning method: both are in the name of the model's builder."""
     builder = settings.text("model._component_").rpartition(".")[2]
     name = re.sub(r"^(q?lora|dora|qdora)_|_(base|instruct)$", "", builder)
     if builder.startswith("qlora_"):
@@ -166,8 +172,8 @@ def _checkpointing(settings: Settings) -> ActivationCheckpointing:
 
 
 def _options(settings: Settings, *, sharded: bool, method: str) -> dict[str, Any]:
-    """Differences from torchtune's conventions: what of the loss is compiled, the units of FSDP2, and when they are
-    resharded. Of its recipes lora_finetune_single_device alone runs the loss that it has compiled."""
+    """Differences from torchtune's conventions: how the loss is compiled, the units of FSDP2, and when they are resharded.
+    Of torchtune's recipes only lora_finetune_single_device runs the loss that it has compiled."""
     options: dict[str, Any] = {}
     if settings.text("loss._component_").endswith(f".{CHUNKED_LOSS}"):
         options |= {"loss_kernel": "chunked_logits", "logits_chunks": settings.integer("loss.num_output_chunks", 8) or 8}

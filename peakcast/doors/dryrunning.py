@@ -104,7 +104,7 @@ def dryrun(
     MissingPackageError without torch.
     """
     need("a dry run", "torch", *(["cloudpickle"] if callable(command) else []))
-    from peakcast.collectors.dryrun.process import DryRunLimits, run
+    from peakcast.collectors.dryrun.process import DryRunLimits, DryRunQuestion, run
     from peakcast.collectors.dryrun.walks import script_walks
 
     device = on_node(gpu if isinstance(gpu, Device) else catalog.gpu(gpu), None, None)
@@ -113,11 +113,14 @@ def dryrun(
     if torch is not None and not release(torch):
         raise SpecError(f"torch={torch!r} must be a release of torch, such as 2.10.", parameter="torch", value=torch)
     limits = DryRunLimits(seconds=timeout_seconds, memory_bytes=_memory_bytes(memory_gib))
+    rows = _lengths(length, lengths)
+    question = DryRunQuestion(
+        gpu=device.name, rank=number, limits=limits, lengths=rows, skip_evaluation=skip_evaluation, torch=torch
+    )
     say = progress or (lambda message: None)
     ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
     say(f"running {asked.script} as {ranks} on a fake {device.name}, until its third optimizer step has ended")
-    more: dict[str, Any] = {"function": command if callable(command) else None, "lengths": _lengths(length, lengths)}
-    seen = run(asked, device.name, number, limits, skip_evaluation=skip_evaluation, torch=torch, output=output, **more)
+    seen = run(asked, question, output)
     say(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")
     job = job_from_mapping(seen.job)
     found = Dryrun(
@@ -130,7 +133,7 @@ def dryrun(
     )
     if save_recipe is None:
         return found
-    walks = partial(script_walks, asked, device.name, limits, (job.micro_batch_size, job.sequence_length), **more)
+    walks = partial(script_walks, asked, question, (job.micro_batch_size, job.sequence_length))
     return _with_recipe(found, Path(save_recipe), device, number, walks, progress)
 
 
@@ -139,7 +142,10 @@ def _asked(command: Sequence[str] | Callable[[], object], world_size: int | None
     from peakcast.collectors.dryrun.command import TrainingCommand, read_command
     from peakcast.collectors.dryrun.sent_functions import name_of
 
-    asked = TrainingCommand(script=name_of(command)) if callable(command) else read_command([str(word) for word in command])
+    if callable(command):
+        asked = TrainingCommand(script=name_of(command), function=command)
+    else:
+        asked = read_command([str(word) for word in command])
     if world_size is None:
         return asked
     per_node = asked.ranks_per_node if asked.world_size > 1 else device.gpus_per_node

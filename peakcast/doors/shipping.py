@@ -82,8 +82,7 @@ OWN_METHODS: tuple[Mapping[str, Any], ...] = (
     {"finetuning": {"method": "lora", "rank": 16, "targets": list(ADAPTED), "adapter_dtype": "bfloat16"}},
 )
 OWN_REGIMES: tuple[Mapping[str, Any], ...] = tuple(
-    {**method, **loss, **checkpoints}
-    for method, loss, checkpoints in itertools.product(OWN_METHODS, LOSSES, CHECKPOINTS)
+    {**method, **loss, **checkpoints} for method, loss, checkpoints in itertools.product(OWN_METHODS, LOSSES, CHECKPOINTS)
 )
 """As `REGIMES`, of torchtune's own networks: its loss of chunks or of whole logits."""
 
@@ -111,6 +110,13 @@ class Shipment:
         return "\n".join([*lines, *(f"{family}: {reason}" for family, reason in sorted(self.refused.items()))])
 
 
+def _releases(library: str, versions: Mapping[str, str]) -> FrozenMapping:
+    """The releases of the packages that a recipe of `library` depends on. Raises: CollectorError if it is not installed."""
+    if library not in versions:
+        raise CollectorError(f"{library} is not installed there; install it with: pip install {library}.")
+    return FrozenMapping({name: public(versions[name]) for name in RECIPE_PACKAGES[library] if name in versions})
+
+
 def record_all(
     folder: Path,
     families: Sequence[str] = (),
@@ -132,13 +138,9 @@ def record_all(
     with WalkRecorder(python) as recorder:
         known, versions = _of_transformers(recorder) if library == TRANSFORMERS else _of_torchtune(recorder)
     _check_families(families, known, library)
-    if library not in versions:
-        raise CollectorError(f"{library} is not installed there; install it with: pip install {library}.")
-    releases = FrozenMapping({name: public(versions[name]) for name in RECIPE_PACKAGES[library] if name in versions})
+    releases = _releases(library, versions)
     own = folder / shipped.stack_name(library, str(releases[library]))
-    asked = list(families or known)
-    shipment = Shipment()
-    done = itertools.count()
+    asked, shipment, done = list(families or known), Shipment(), itertools.count()
 
     def record(family: str) -> None:
         if progress:

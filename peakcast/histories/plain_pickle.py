@@ -87,19 +87,23 @@ def _check_start(data: bytes) -> None:
         raise RefusedPickleError("it does not begin as a pickle of protocol 2 to 5 does")
 
 
+def _refusal(code: int, at: int) -> RefusedPickleError:
+    """The error about the opcode at byte `at`."""
+    what = _REFUSED.get(code, f"an opcode that no plain value needs ({bytes([code])!r})")
+    return RefusedPickleError(f"it holds {what}, at byte {at:,}; such a file is never run")
+
+
 def _load(source: _Bytes) -> Any:
     data, at = source.data, 0
     _check_start(data)
     values = _PickleStack()
-    stack, memo = values.stack, values.memo
-    made = 0
+    stack, memo, made = values.stack, values.memo, 0
     while True:
         if len(data) - at < MAX_TEXT_BYTES + 16 and not source.ended:
             at = source.more(at)
             data = source.data
             values.check(made)
-        code = data[at]
-        at += 1
+        code, at = data[at], at + 1
         if code == 0x6A or code == 0x68:  # LONG_BINGET, BINGET: nearly all of a recording with stacks
             width = 4 if code == 0x6A else 1
             try:
@@ -128,8 +132,7 @@ def _load(source: _Bytes) -> Any:
         elif code == ord("."):
             return values.only()
         elif not values.change(code):
-            what = _REFUSED.get(code, f"an opcode that no plain value needs ({bytes([code])!r})")
-            raise RefusedPickleError(f"it holds {what}, at byte {source.seen + at - 1:,}; such a file is never run")
+            raise _refusal(code, source.seen + at - 1)
 
 
 class _PickleStack:

@@ -99,16 +99,15 @@ def _product_4bit(
     weight: torch.Tensor,
     shape: Any,
     absmax: torch.Tensor,
-    blocksize: int,
-    quant_type: str,
+    *_: Any,
     bias: torch.Tensor | None = None,
-    absmax_8bit: torch.Tensor | None = None,
-    absmax_code: torch.Tensor | None = None,
-    absmax_offset: torch.Tensor | None = None,
+    **nested: torch.Tensor,
 ) -> torch.Tensor:
-    if absmax_8bit is not None:
-        scales = torch.empty_like(absmax_8bit, dtype=torch.float32)
-        absmax = scales + absmax_offset
+    """`nested`: the scales in 8 bits, their code and their offset, if the scales are quantized too (bitsandbytes 0.49
+    `_ops.py` gemm_4bit)."""
+    if "absmax_8bit" in nested:
+        scales = torch.empty_like(nested["absmax_8bit"], dtype=torch.float32)
+        absmax = scales + nested["absmax_offset"]
     assert absmax is not None  # both live until the product is computed
     whole = torch.empty(tuple(shape), dtype=given.dtype, device=given.device)
     return torch.nn.functional.linear(given, whole, bias)

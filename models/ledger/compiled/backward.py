@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from peakcast.core.units import FP32
 from peakcast.models.ledger.compiled.forward import LayerForward, modules_of, products
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.compiled.ops import NARROWED, Names, names, op
+from peakcast.models.ledger.compiled.ops import NARROWED, Names, library_call, names, op
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import flash_backward_bytes
 from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 from peakcast.networks.families import family_of
@@ -19,6 +20,18 @@ off the traces)."""
 READS_AGAIN = 4
 """An intermediate that is used more than once becomes a buffer if it reads more buffers than this (torch 2.13
 `_inductor/config.py` realize_reads_threshold)."""
+
+
+class StreamGradient(NamedTuple):
+    """The gradient of the residual stream, as the backward of a norm computes it."""
+
+    name: str
+    added: Names
+    """The gradients that reach the stream past the norm."""
+    replaces: Names
+    """The buffers that it may be written into."""
+    is_result: bool = False
+    """Whether the graph returns it."""
 
 
 class LayerOps(LayerForward):
@@ -49,7 +62,8 @@ class LayerOps(LayerForward):
         replaced = (OUTPUT_GRADIENT, *of_products, *self.middle)
         joined: Names = ("post_2.partial",) if self.normed_apart else ()
         of_norm = of_products + of_adapters
-        ops += self.through_norm("2", "d_middle", of_norm, self.middle, (OUTPUT_GRADIENT,), replaced, joined)
+        of_middle = StreamGradient("d_middle", (OUTPUT_GRADIENT,), replaced)
+        ops += self.through_norm("2", of_norm, self.middle, of_middle, joined)
         added = ("d_middle", OUTPUT_GRADIENT) if self.normed_apart else ("d_middle",)
         if self.sandwiched:
             joined = ("norm_2.partial",) if self.normed_apart else ()
@@ -64,39 +78,23 @@ class LayerOps(LayerForward):
         joined = (
             ("post_1.partial",) if self.normed_apart else () if self.centers or self.sandwiched else ("norm_2.partial",)
         )
-        return ops + self.through_norm(
-            "1",
-            "d_input",
-            of_products + of_adapters,
-            self.given,
-            added,
-            ("d_middle", *of_products),
-            joined if self.sums_again else (),
-            is_result=is_result,
-        )
+        of_input = StreamGradient("d_input", added, ("d_middle", *of_products), is_result)
+        joined = joined if self.sums_again else ()
+        return ops + self.through_norm("1", of_products + of_adapters, self.given, of_input, joined)
 
     def through_norm(
-        self,
-        norm: str,
-        result: str,
-        of_products: Names,
-        stream: Names,
-        added: Names,
-        replaces: Names,
-        fuses: Names = (),
-        *,
-        is_result: bool = False,
+        self, norm: str, of_products: Names, stream: Names, result: StreamGradient, fuses: Names = ()
     ) -> list[Op]:
-        """The backward of a norm: the gradient of the residual stream, named `result`, and that of the norm's weight.
-        `of_products`: the gradients of the norm's output, one from each product that read it; `stream`: the buffers that
-        the norm's input is computed from; `added`: gradients that reach the stream past the norm; `replaces`: buffers that
-        the result may be written into; `fuses`: operations whose kernel also sums the weight's gradient."""
+        """The backward of a norm: the gradient of the residual stream, and that of the norm's weight. `of_products`: the
+        gradients of the norm's output, one from each product that read it; `stream`: the buffers that the norm's input is
+        computed from; `fuses`: operations whose kernel also sums the weight's gradient."""
         reads = (*of_products, *self.statistics(norm), *stream)
         kept = self.centers and len(stream) + len(self.statistics(norm)) > READS_AGAIN
         normed = f"norm_{norm}.normed.wide" if kept else ""
-        if result == "d_middle" and self.changes_sums:
+        added = result.added
+        if result.name == "d_middle" and self.changes_sums:
             added += ("o", "post_1.rstd") if self.sandwiched else ("o.dropped",)
-        gradient = self.stream_gradient(result, reads + added, replaces, is_result=is_result, normed=normed)
+        gradient = self.stream_gradient(result, reads + added, normed)
         if not self.centers:
             if norm == "2" and self.sandwiched and self.recomputes:
                 reads = (*of_products, "norm_2.normed.wide")
@@ -174,14 +172,14 @@ class LayerOps(LayerForward):
             gradients = {"d_q_rotary": self.q, "d_k_expanded": self.q, "d_v_expanded": self.q}
         else:
             gradients = {"d_q_rotary": self.q, "d_k_rotary": self.k, "d_v": self.k}
-        ops.append(op("d_attention", attended_with, writes=gradients | self._inside_backward(), parts=True))
+        ops.append(library_call("d_attention", attended_with, gradients | self._inside_backward()))
         if architecture.fused_qkv:
             given, size = tuple(gradients), self.q + 2 * self.k
             turned = architecture.position_embedding == "rope"
             if turned:  # in two kernels if they compute the rotary tables too; else in one, whose parts are not buffers
                 of_sines = {"d_k_of_sines": self.k, "d_q_of_sines": self.q}
                 parts = of_sines if self.masked else {"d_qkv_of_sines": size, "d_qkv_by_head": size}
-                ops.append(op("d_of_sines", given if self.masked else given[:2], writes=parts))
+                ops.append(op("d_of_sines", given if self.masked else given[:2], parts))
                 given = (*(given if self.masked else given[2:]), *parts)
             return [
                 *ops,
@@ -225,7 +223,7 @@ class LayerOps(LayerForward):
         """The operation that computes the gradient of the parameter `part` ("weight", "bias", "lora_A") that the forward
         operation `of` uses."""
         module = modules_of(self.context.architecture).get(of, of)
-        return op(f"{of}.{part}.grad", reads, size, wide=wide, is_result=True, parameter=f"{module}.{part}")
+        return op(f"{of}.{part}.grad", reads, size, wide=wide).leaving(f"{module}.{part}")
 
     def _adapter_back(self, name: str, gradient: str, read: str, result: str, size: int) -> list[Op]:
         """The backward of a product's adapter, which read a copy of the buffer `read`."""
@@ -241,10 +239,11 @@ class LayerOps(LayerForward):
             op(result, inner, size // context.precision.compute_bytes * context.adapters.weight_bytes, wide=True),
         ]
 
-    def stream_gradient(self, name: str, reads: Names, replaces: Names, *, is_result: bool = False, normed: str = "") -> Op:
-        """The gradient of the residual stream. Its kernel also writes copies for the product that reads it: a narrow one if
-        products are narrower, a wide one (and a further copy) if that product has an adapter. `normed`: the name of the
+    def stream_gradient(self, result: StreamGradient, reads: Names, normed: str = "") -> Op:
+        """The operation that computes `result`. Its kernel also writes copies for the product that reads it: a narrow one
+        if products are narrower, a wide one (and a further copy) if that product has an adapter. `normed`: the name of the
         norm's output before its weight is applied, if that is a buffer."""
+        name = result.name
         read_by = "o" if name == "d_middle" else "down"
         apart = name == "d_middle" and self.normed_apart
         writes = {name: self.hidden * FP32 // self.context.precision.compute_bytes if apart else self.stream}
@@ -260,7 +259,8 @@ class LayerOps(LayerForward):
             writes |= {f"{name}.copy": self.hidden} if self.widens else {}
         always = {copied if self.widens else "", normed} & writes.keys()
         widened = writes.keys() - {narrow, "d_o.narrow"} if self.casts or apart else always
-        return op(name, reads, writes=writes, wide=widened, replaces=replaces, is_result=is_result)
+        made = op(name, reads, writes, wide=widened, replaces=result.replaces)
+        return made.leaving() if result.is_result else made
 
     def _norm_weight(self, name: str, reads: Names, fuses: Names = ()) -> list[Op]:
         """The gradients of a norm's weight and bias."""

@@ -102,8 +102,8 @@ class Float8LayerOps(LayerOps):
             op(f"{name}.amax", (), GROUPS * FP32, wide=True, float8=_of_weight(Float8Step.MEASURE, name)),
             _scales(_of_weight(Float8Step.SCALE, name), f"{name}.amax"),
         ]
-        of_weight = _of_weight(Float8Step.CONVERT, name)
-        converted = op(f"{name}.f8", f"{name}.weight.most", self._weight(name), dtype=E4M3, float8=of_weight)
+        of_weight = _of_weight(Float8Step.CONVERT, name, E4M3)
+        converted = op(f"{name}.f8", f"{name}.weight.most", self._weight(name), float8=of_weight)
         return [
             *self._scale(reads),
             *([] if given else measured),
@@ -113,8 +113,7 @@ class Float8LayerOps(LayerOps):
                 self._converted(reads),
                 self._elements(name, 0),
                 fuses=(f"{reads}.f8", f"{reads}.fp32"),
-                dtype=E4M3,
-                float8=Float8Operand(Float8Step.CONVERT, reads),
+                float8=Float8Operand(Float8Step.CONVERT, reads, dtype=E4M3),
             ),
             *([] if given else [converted]),
             op(name, names(operands, f"{reads}.scale", f"{name}.weight.scale"), size),
@@ -134,8 +133,7 @@ class Float8LayerOps(LayerOps):
                 both,
                 outputs,
                 fuses="d_up.f8" if gradient == "d_gate" else f"{gradient}.fp32",
-                dtype=E5M2,
-                float8=Float8Operand(Float8Step.CONVERT, gradient),
+                float8=Float8Operand(Float8Step.CONVERT, gradient, dtype=E5M2),
             ),
             *([] if name in self._kept_weights else [self._weight_back(name)]),
             op(result, (f"{gradient}.f8", f"{name}.f8t", f"{gradient}.scale", f"{name}.weight.scale"), size),
@@ -144,8 +142,7 @@ class Float8LayerOps(LayerOps):
                 both,
                 outputs,
                 fuses=self._converted_with(gradient),
-                dtype=E5M2,
-                float8=Float8Operand(Float8Step.TRANSPOSE, gradient),
+                float8=Float8Operand(Float8Step.TRANSPOSE, gradient, dtype=E5M2),
             ),
             self._gradient(
                 *(name, "weight"),
@@ -161,7 +158,7 @@ class Float8LayerOps(LayerOps):
         if not self._of_many_steps("d_gate"):
             return ops
         size = self.inner // self.context.precision.compute_bytes * FP32
-        both = op("d_gate", "", writes={"d_gate": self.inner, "d_gate.fp32": size}, fuses="d_up.f8", wide=("d_gate.fp32",))
+        both = op("d_gate", "", {"d_gate": self.inner, "d_gate.fp32": size}, fuses="d_up.f8", wide=("d_gate.fp32",))
         return [replace(both, reads=one.reads) if one.name == "d_gate" else one for one in ops]
 
     def _of_many_steps(self, x: str) -> bool:
@@ -190,8 +187,8 @@ class Float8LayerOps(LayerOps):
         """The weight of `name` in the layout that backward reads."""
         near = name not in FAR or name in self._kept_weights
         fuses = f"{name}.f8" if near and not self.context.linears.gathered_in_float8 else ()
-        does = _of_weight(Float8Step.TRANSPOSE, name)
-        return op(f"{name}.f8t", f"{name}.weight.most", self._weight(name), fuses=fuses, dtype=E4M3, float8=does)
+        does = _of_weight(Float8Step.TRANSPOSE, name, E4M3)
+        return op(f"{name}.f8t", f"{name}.weight.most", self._weight(name), fuses=fuses, float8=does)
 
     @cached_property
     def _kept_weights(self) -> frozenset[str]:
@@ -266,8 +263,9 @@ class Float8LayerOps(LayerOps):
         if x == self.attended and self._of_many_steps("product"):  # whose kernels lie between the two conversions
             where = ()
         fuses = f"{x}.f8" if x in self._read_by_others() and not self.recomputes else where
-        reads, elements, does = self._converted(x), self._elements(of[0], 0), Float8Operand(Float8Step.TRANSPOSE, x)
-        return [op(copy, reads, elements, fuses=fuses, dtype=E4M3, float8=does) for copy in copies]
+        reads, elements = self._converted(x), self._elements(of[0], 0)
+        does = Float8Operand(Float8Step.TRANSPOSE, x, dtype=E4M3)
+        return [op(copy, reads, elements, fuses=fuses, float8=does) for copy in copies]
 
     def _scale(self, x: str) -> list[Op]:
         """The absolute maximum of `x`, in parts and whole."""
@@ -285,16 +283,16 @@ class Float8LayerOps(LayerOps):
         ]
 
 
-def _of_weight(step: Float8Step, name: str) -> Float8Operand:
+def _of_weight(step: Float8Step, name: str, dtype: str = "") -> Float8Operand:
     """The step of the weight of the product `name`."""
-    return Float8Operand(step, f"{name}.weight", is_weight=True)
+    return Float8Operand(step, f"{name}.weight", True, dtype)
 
 
 def _scales(operand: Float8Operand, amax: str) -> Op:
     """The absolute maximum of all of an operand, which its conversions read, and its scale, which products read."""
     x = operand.buffer
     made = {f"{x}.most": BF16, f"{x}.scale": FP32}
-    return op(f"{x}.scale", amax, writes=made, wide=(f"{x}.scale",), float8=operand)
+    return op(f"{x}.scale", amax, made, wide=(f"{x}.scale",), float8=operand)
 
 
 def _scaled_by(one: Op) -> str:

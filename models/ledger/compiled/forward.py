@@ -14,7 +14,7 @@ from functools import cache
 from peakcast.core.units import FP32, INT64, round_up
 from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.compiled.ops import INPUT, MASK, OUTPUT, SEEDS, Names, names, op
+from peakcast.models.ledger.compiled.ops import INPUT, MASK, OUTPUT, SEEDS, Names, library_call, names, op
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.networks.families import family_of
@@ -165,11 +165,11 @@ class LayerForward:
         if kept:
             results[kept] = self.hidden // self.context.precision.compute_bytes * FP32
         return [
-            op(f"rstd_{name}", stream, writes=made, wide=True, fuses=fuses),
+            op(f"rstd_{name}", stream, made, wide=True, fuses=fuses),
             op(
                 f"norm_{name}",
                 reads,
-                writes=results,
+                results,
                 fuses=fuses_result,
                 wide=(kept,) if kept else (),
                 elementwise=True,
@@ -188,7 +188,7 @@ class LayerForward:
             turns = self.context.architecture.position_embedding == "rope"
             return [
                 *self._projected("qkv", "norm_1", self.q + 2 * self.k),
-                *([op("q_rotary", "qkv", writes=rotated)] if turns else []),
+                *([op("q_rotary", "qkv", rotated)] if turns else []),
                 *([op("v_expanded", "qkv", self.q)] if self.expands else []),
             ]
         return [
@@ -291,7 +291,7 @@ class LayerForward:
             return []
         rows = size // (self.context.architecture.head_dim * self.context.precision.compute_bytes)
         size = self.q if self.expands else size
-        return [op(f"{name}_rotary", name, writes={f"{name}_rstd": rows * FP32, f"{name}_rotary": size})]
+        return [op(f"{name}_rotary", name, {f"{name}_rstd": rows * FP32, f"{name}_rotary": size})]
 
     def _attention(self) -> Op:
         """The attention kernel."""
@@ -301,7 +301,7 @@ class LayerForward:
             results = {"attended": self.q, "statistics": statistics, "seed": INT64, "offset": INT64}
         else:
             results = {"attended": self.q, "statistics": context.rows * heads * FP32, "seed": 16, "offset": INT64}
-        return op("attention", self._attention_reads, writes=results, parts=True)
+        return library_call("attention", self._attention_reads, results)
 
     @property
     def attended(self) -> str:

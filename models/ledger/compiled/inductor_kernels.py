@@ -7,7 +7,7 @@ the others with which it would be fused, and is fused unless the two would then 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -33,6 +33,8 @@ class Float8Operand(NamedTuple):
     step: Float8Step
     buffer: str
     is_weight: bool = False
+    dtype: str = ""
+    """The dtype that a conversion gives it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +56,19 @@ class Op:
     """Names of its results whose elements are wider than those of most results."""
     parameter: str = ""
     """If it makes a parameter's gradient: the parameter's name in its module."""
-    dtype: str = ""
-    """Of its results, if it is neither that of most results nor fp32."""
     elementwise: bool = False
     """Whether it computes, element by element, what matrix products read."""
     float8: Float8Operand | None = None
     """If it measures or converts an operand of a product in float8: which, and how."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of its results, if it is neither that of most results nor fp32."""
+        return self.float8.dtype if self.float8 is not None else ""
+
+    def leaving(self, parameter: str = "") -> Op:
+        """This operation with results that leave the graph; `parameter`: whose gradient its result is, if it is one."""
+        return replace(self, is_result=True, parameter=parameter)
 
 
 @dataclass(eq=False, slots=True)

@@ -94,7 +94,7 @@ def mask_bytes(context: HFContext) -> int:
 def with_masks(inside: list[Op], masks: Sequence[str], num_bytes: int, reads: Names = ()) -> list[Op]:
     """The operations of a layer, with that which makes `masks` of what it `reads`, where one is first read."""
     at = next(place for place, each in enumerate(inside) if MASK in each.reads)
-    made = op(MASK, reads, writes=dict.fromkeys(masks, num_bytes))
+    made = op(MASK, reads, dict.fromkeys(masks, num_bytes))
     return [*inside[:at], made, *inside[at:]]
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from peakcast.core.units import FP32, INT64
-from peakcast.models.ledger.compiled.backward import LayerOps
+from peakcast.models.ledger.compiled.backward import LayerOps, StreamGradient
 from peakcast.models.ledger.compiled.float8 import (
     FAR_IN_LAST,
     ROWS,
@@ -278,7 +278,7 @@ def _head(context: HFContext, ops: LayerOps, given: str, given_again: Names) -> 
     product_gradient = "d_norm_final_of_logits"
     of_logits = (product_gradient, HIDDEN_TANGENT) if family_of(architecture).ends.loss_apart else (product_gradient,)
     replaced = (product_gradient, *given_again)
-    return forward, [*through, *ops.through_norm("final", "d_stream", of_logits, given_again, (), replaced)]
+    return forward, [*through, *ops.through_norm("final", of_logits, given_again, StreamGradient("d_stream", (), replaced))]
 
 
 def _loss(context: HFContext) -> tuple[list[Op], list[Op]]:
@@ -297,7 +297,8 @@ def _loss(context: HFContext) -> tuple[list[Op], list[Op]]:
     apart = family_of(architecture).ends.loss_apart
     reads = of_loss if apart else (*of_loss, TANGENT)
     if not capped:
-        return forward, [op("d_logits", reads, logits, is_result=apart)]
+        d_logits = op("d_logits", reads, logits)
+        return forward, [d_logits.leaving() if apart else d_logits]
     return forward, [op("d_capped", reads, logits), op("d_logits", ("d_capped", "lm_head"), logits, fuses="d_capped")]
 
 
@@ -317,8 +318,9 @@ def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
         reads = ("0.d_input", "embedding.dropped")
     in_fp32 = wide and not tied  # then the table of sums is the gradient itself
     table = name if in_fp32 else "embed_tokens.table"
-    made = op(table, (), elements * FP32, wide=True, is_result=in_fp32, parameter=of if in_fp32 else "")
-    ops = [made, op(ROWS, (*reads, table), 0, fuses="0.d_input", is_result=True)]  # in place
+    sums = op(table, (), elements * FP32, wide=True)
+    sums = sums.leaving(of) if in_fp32 else sums
+    ops = [sums, op(ROWS, (*reads, table), 0, fuses="0.d_input").leaving()]  # in place
     size = elements * context.precision.weight_bytes
     filled: Names = (table, ROWS)
     if learned:
@@ -326,11 +328,11 @@ def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
     if in_fp32:
         return ops
     if tied and wide:
-        return [*ops, op(name, (*filled, "lm_head.grad"), size, wide=True, is_result=True, parameter=of)]
+        return [*ops, op(name, (*filled, "lm_head.grad"), size, wide=True).leaving(of)]
     if tied:  # the lm_head's product and the sum are one operation (`_inductor/fx_passes/post_grad.py` addmm)
         ops.append(op("embed_tokens.narrow", filled, size))
         filled = ("embed_tokens.narrow", "d_logits", "norm_final")
-    return [*ops, op(name, filled, size, is_result=True, parameter=of)]
+    return [*ops, op(name, filled, size).leaving(of)]
 
 
 def _positions_back(context: HFContext) -> list[Op]:
@@ -340,5 +342,5 @@ def _positions_back(context: HFContext) -> list[Op]:
     return [
         op(table, (), elements * FP32, wide=True),
         op("embed_positions.rows", ("0.d_input", "positions", table), 0),
-        op(f"{of}.grad", (table, "embed_positions.rows"), size, is_result=True, parameter=of),
+        op(f"{of}.grad", (table, "embed_positions.rows"), size).leaving(of),
     ]

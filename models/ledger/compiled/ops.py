@@ -23,36 +23,33 @@ Names = tuple[str, ...]
 def op(
     name: str,
     reads: str | Names,
-    size: int = 0,
+    writes: int | dict[str, int] = 0,
     *,
-    writes: dict[str, int] | None = None,
     fuses: str | Names = (),
     replaces: str | Names = (),
-    parts: bool = False,
-    is_result: bool = False,
     wide: bool | Collection[str] = False,
-    parameter: str = "",
-    dtype: str = "",
     elementwise: bool = False,
     float8: Float8Operand | None = None,
 ) -> Op:
-    """An operation. By default it writes one buffer of `size` bytes, which has its name. A single name may be given
-    without a tuple. `wide`: whether all its results are wide, or which of them. Other arguments are as in `Op`."""
-    made = writes or {name: size}
+    """An operation. `writes`: the bytes of its result, which has the operation's name, or name -> bytes of several results.
+    A single name may be given without a tuple. `wide`: whether all its results are wide, or which of them. Other arguments
+    are as in `Op`."""
+    made = writes if isinstance(writes, dict) else {name: writes}
     return Op(
         name=name,
         reads=names(reads),
         writes=made,
         fuses=names(fuses),
         replaces=names(replaces),
-        parts=parts,
-        is_result=is_result,
         wide=frozenset((made if wide else ()) if isinstance(wide, bool) else wide),
-        parameter=parameter,
-        dtype=dtype,
         elementwise=elementwise,
         float8=float8,
     )
+
+
+def library_call(name: str, reads: Names, writes: dict[str, int]) -> Op:
+    """A call of a library's kernel, each of whose results is a node of the graph."""
+    return Op(name=name, reads=reads, writes=writes, parts=True)
 
 
 def names(*of: str | Names) -> Names:
@@ -86,7 +83,6 @@ def prefixed(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[
             is_result=one.is_result,
             wide=frozenset([found[name] for name in one.wide]),
             parameter=one.parameter,
-            dtype=one.dtype,
             elementwise=one.elementwise,
             float8=None if one.float8 is None else one.float8._replace(buffer=found[one.float8.buffer]),
         )

@@ -30,25 +30,39 @@ def recompute(
     start, module, template = timeline.now, first.module, template or first.template
     run = timeline.run_forward(template, module, Phase.BACKWARD, keeps_gradients=keeps_gradients)
     run.uses_cached, first.recomputation = True, run
-    run.stops_early = not job.activation_checkpointing.use_reentrant
-    recomputed = timeline.now
+    reentrant = job.activation_checkpointing.use_reentrant
+    run.stops_early, recomputed = not reentrant, timeline.now
     timeline.run_backward(run)
-    hidden, begin = template.input_bytes, first.forward_start
+    hidden = template.input_bytes
     if job.offload.activations:
-        timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, begin + template.num_forward, module)
-        held_by_function = job.activation_checkpointing.use_reentrant  # CheckpointFunction.backward refers to its inputs
-        ends = timeline.now if template.keeps_input or held_by_function else recomputed
-        timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, start, ends, module)
+        # CheckpointFunction.backward refers to its inputs
+        ends = timeline.now if template.keeps_input or reentrant else recomputed
+        _hold_offloaded_input(timeline, first, template, start, ends)
     elif not input_held:
-        timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, timeline.now, module)
+        timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, first.forward_start, timeline.now, module)
     # non-reentrant: backward begins, and the first operation that reads a saved tensor starts the recomputation
     late = template.gradient_bytes_at_first_saved if run.stops_early else 0
     after_hooks = max(narrowed, late), template.second_output_bytes  # made once the hooks of the layer's backward have run
     for size, since in ((0 if gradient_held else hidden, start), *((size, run.forward_start) for size in after_hooks)):
         timeline.hold("gradient", Category.TEMPORARIES, size, since, recomputed, module)
-    if job.activation_checkpointing.use_reentrant:  # CheckpointFunction.backward refers to its recomputed outputs
-        timeline.hold("recomputed_output", Category.ACTIVATIONS, hidden, recomputed, timeline.now, module)
-        if not gradient_held:  # ... and to its arguments, so adding a second gradient makes a new tensor
-            summed = (run.backward_start or 0) + template.output_gradient_used_until
-            timeline.hold("gradient", Category.TEMPORARIES, hidden, summed, timeline.now, module)
+    if reentrant:
+        _hold_for_function(timeline, run, recomputed, gradient_held=gradient_held)
     return run
+
+
+def _hold_for_function(timeline: Step, run: BlockRun, recomputed: int, *, gradient_held: bool) -> None:
+    """Hold what `CheckpointFunction.backward` refers to until it returns: its recomputed outputs and its arguments, so that
+    a second gradient of the output is not added in place, but makes a new tensor."""
+    template, hidden = run.template, run.template.input_bytes
+    timeline.hold("recomputed_output", Category.ACTIVATIONS, hidden, recomputed, timeline.now, run.module)
+    if not gradient_held:
+        summed = (run.backward_start or 0) + template.output_gradient_used_until
+        timeline.hold("gradient", Category.TEMPORARIES, hidden, summed, timeline.now, run.module)
+
+
+def _hold_offloaded_input(timeline: Step, first: BlockRun, template: Template, start: int, ends: int) -> None:
+    """Hold the input of a layer whose checkpoint is on the host: while the layer first runs forward, and again from `start`
+    of its recomputation until before `ends`."""
+    begin = first.forward_start
+    for born, dies in ((begin, begin + template.num_forward), (start, ends)):
+        timeline.hold("checkpoint", Category.ACTIVATIONS, template.input_bytes, born, dies, first.module)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.jobs.architecture import Architecture
@@ -288,9 +288,9 @@ def context_again(job: TrainingJob, context: HFContext, reads_saved_first: str) 
 
 
 def _gathered_ahead(job: TrainingJob, reads_saved_first: ModulePath) -> str:
-    """With `use_orig_params`: the matrix whose lora_A is gathered already when its layer is recomputed, "" if there is
-    none. Before the operation whose backward asks for the recomputation runs the hook of its unit, which gathers the unit
-    before as well (torch 2.13 `_runtime_utils.py` _pre_backward_hook, _prefetch_handle)."""
+    """With `use_orig_params`: the matrix whose lora_A is already gathered when its layer is recomputed; "" if there is
+    none. The recomputation begins in the backward of an operation, before which the hook of the operation's unit runs; that
+    hook also gathers the unit before (torch 2.13 `_runtime_utils.py` _pre_backward_hook, _prefetch_handle)."""
     ahead = adapters_are_units(job) and conventions(job)["fsdp1_backward_prefetch"] == "BACKWARD_PRE"
     return str(reads_saved_first.parent) if ahead and reads_saved_first.name == LORA_B else ""
 
@@ -317,16 +317,37 @@ def target_context(context: HFContext, job: TrainingJob) -> HFContext:
     return replace(context, sequence=job.decoder_sequence_length) if job.decoder_sequence_length else context
 
 
+class _LayerKind(NamedTuple):
+    """In what the layers of a network may differ; layers of one kind have the same context."""
+
+    is_first: bool
+    has_experts: bool
+    slides: bool
+    """Whether its attention has a window."""
+    rotates: bool
+    """Whether its queries and keys have rotary positions."""
+    part: str
+    """Its entry in the architecture's `layer_types`."""
+    has_whole_matrix: bool
+    """Whether one of its frozen matrices is not quantised."""
+
+
 def layer_contexts(context: HFContext, job: TrainingJob) -> list[HFContext]:
     """The context of every decoder layer; equal layers have the same object."""
-    kinds: dict[tuple[bool, bool, bool, bool, str, bool], HFContext] = {}
+    kinds: dict[_LayerKind, HFContext] = {}
     parts, (last, matrix) = job.architecture.layer_types, left_whole(job)
     with_matrix = replace(context, linears=replace(context.linears, left_whole=matrix.removesuffix(".weight")))
     found = []
     for index in range(job.architecture.num_hidden_layers):
-        slid, named = slides(job.architecture, index, context.sequence), parts[index] if parts else ""
         whole = last == f"layers.{index}"
-        kind = index == 0, job.architecture.is_moe_layer(index), slid, rotates(job.architecture, index), named, whole
+        kind = _LayerKind(
+            is_first=index == 0,
+            has_experts=job.architecture.is_moe_layer(index),
+            slides=slides(job.architecture, index, context.sequence),
+            rotates=rotates(job.architecture, index),
+            part=parts[index] if parts else "",
+            has_whole_matrix=whole,
+        )
         if kind not in kinds:
             kinds[kind] = _layer_context(with_matrix if whole else context, job, index)
         found.append(kinds[kind])

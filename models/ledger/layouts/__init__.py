@@ -14,9 +14,9 @@ from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.layouts.ddp import DDP
 from peakcast.models.ledger.layouts.fsdp1 import FSDP1, FSDP1Settings
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2, FSDP2Settings
-from peakcast.models.ledger.layouts.fsdp_units import OutsideLayers, named_ends, units_by_layer, units_by_module
+from peakcast.models.ledger.layouts.fsdp_units import OutsideLayers, UnitPlace, named_ends, units_by_layer, units_by_module
+from peakcast.models.ledger.layouts.module_order import in_order_of_modules
 from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
-from peakcast.models.ledger.parameters.module_order import in_order_of_modules
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.networks.families import family_of
 from peakcast.networks.trained_parts import trained_network
@@ -33,9 +33,9 @@ def layout_of(
     modules: ModuleTurns | None = None,
     ends: OutsideLayers | None = None,
 ) -> Layout:
-    """The layout of `job` for the network's `tensors`. `rank`: whose; None: rank 0, as no rank holds more. `outputs`: bytes
-    of the tensors that the model returns, its logits first, which DDP may copy. Where the modules do not follow from the
-    network's family: `modules` is what ZeRO-3 needs to know of them, `ends` what FSDP needs."""
+    """The layout of `job` for the network's `tensors`. `rank`: the rank that it is of; None: rank 0, as no rank holds more.
+    `outputs`: bytes of the tensors that the model returns, its logits first, which DDP may copy. `modules` and `ends`
+    describe the network's modules to ZeRO-3 and to FSDP, if they do not follow from its family."""
     parallelism = job.parallelism
     ranks = parallelism.num_replicas
     if parallelism.zero_stage and job.task == "train":  # DeepSpeed's engine has its buckets and main copies on one rank too
@@ -68,7 +68,7 @@ def _fsdp2(job: TrainingJob, tensors: Sequence[StoredTensor], ends: OutsideLayer
         for unit in [unit for unit in units if block_of(unit.modules[0]) is BlockKind.LAYER][-1:]:
             unit.stays_after_forward = True
     if gathers_head_itself(job):
-        units = [unit for unit in units if unit.name != "tail"]
+        units = [unit for unit in units if unit.place is not UnitPlace.TAIL]
     settings = FSDP2Settings(
         shards=shards,
         replicas=ranks // shards,
@@ -200,7 +200,8 @@ def frozen_get_gradients(job: TrainingJob) -> bool:
 
 
 def _mixes_frozen(job: TrainingJob) -> bool:
-    """Whether FSDP1's units have adapters and the frozen weights of their layer, as where no policy of peft's wraps."""
+    """Whether a unit of FSDP1 contains both the frozen weights of a layer and its adapters, as it does unless peft's
+    auto-wrap policy makes units of the adapters."""
     return job.finetuning.method != "full" and conventions(job).get("fsdp1_units") == "layers_with_adapters"
 
 

@@ -49,14 +49,14 @@ class StoredTensor:
     parts_in_optimizer: int = 1
     """How many times larger its gradient still is in the optimizer step, if nothing has reduced it."""
     sums_gradient: bool = False
-    """Whether each tensor-parallel rank's gradient is then only a term of the sum."""
+    """Whether the gradient of each tensor-parallel rank is, until then, only one term of a sum over these ranks."""
     expert_ranks: int = 1
     """Number of ranks with different experts; data parallelism has that many times fewer ranks."""
     sent_bytes: int = 0
     """Bytes of one element while it is gathered, if fewer than `gathered_bytes`: of float8 weights; 0: as many."""
     name_in_block: str = ""
-    """By which name its block's gradients know it, if not by its own: the block makes the gradients of all experts that run
-    one after the other under the name of one."""
+    """The name under which its block makes its gradient, if that is not its own: the gradients of all experts that run one
+    after the other have the name of one expert's."""
     sharded: bool = True
     """Whether FSDP shards it: true for parameters, false for tensors attached to one (constants of quantised weights)."""
 

@@ -27,7 +27,7 @@ BUFFERS = Category.COMMUNICATION_BUFFERS
 ALL_GATHER_COPY_IN, REDUCE_SCATTER, ALL_REDUCE = 1, 2, 3
 """Streams besides the computing one (`FSDPCommContext.lazy_init`), each with a pool of its own in the allocator."""
 _SIZING = attrgetter("shape", "sharded", "expert_ranks", "element_bytes", "gathered_bytes", "sent_bytes", "trains")
-"""What of a tensor the sizes of its unit follow from."""
+"""The attributes of a tensor on which the sizes of its unit depend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class FSDP2(ShardedLayout):
         """The module whose backward, or the recomputation before it, began last."""
         self._sizes: dict[Unit, _Sizes] = {}
         self._alike: dict[tuple[Any, ...], _Sizes] = {}
-        """The same by what of their tensors the sizes follow from."""
+        """The sizes of units, by those attributes of their tensors."""
         self._parts: dict[tuple[bool, tuple[int, ...], int], tuple[tuple[int, ...], int]] = {}
         self._optimized: list[TrainedTensor] = []
         """What the optimizer updates, filled when it is first needed; copies of this layout share it."""

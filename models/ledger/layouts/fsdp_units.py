@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import groupby
 
 import numpy as np
@@ -16,6 +17,17 @@ from peakcast.models.ledger.tape.template import Template
 
 ENDS = (BlockKind.EMBEDDING.value, BlockKind.HEAD.value)
 ADAPTER_MATRICES = (LORA_A, LORA_B)
+
+
+class UnitPlace(Enum):
+    """The part of the network that a unit has."""
+
+    ROOT = "root"
+    """What has no unit of its own; it is gathered first."""
+    TAIL = "tail"
+    """The final norm and the lm_head."""
+    INSIDE = ""
+    """A layer, or a part of the network that is found by its class."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +47,7 @@ class Unit:
     """The one operation of a block that reads its tensors, for which alone they are gathered; "": the whole block."""
     gradient_operation: str = ""
     """The operation that makes its weight's gradient, if that is one of its own, as in compiled graphs."""
+    place: UnitPlace = UnitPlace.INSIDE
     hook: Mark | None = None
     """The operation whose backward waits for the gather and starts the next prefetch; None: the block's first."""
     sent: list[int] = field(default_factory=list)
@@ -138,7 +151,7 @@ def units_by_layer(
     taken = {tensor for unit in units for tensor in unit.tensors}
     left = [tensor for tensor in left if tensor not in taken]
     if left or not ends_apart:
-        units.append(Unit("root", ends.root, tuple(left), stays_after_forward=True, reduces_at_end=True))
+        units.append(Unit("root", ends.root, tuple(left), True, True, place=UnitPlace.ROOT))
     return units
 
 
@@ -177,10 +190,10 @@ def _with_copies(units: list[Unit], outside: Iterable[StoredTensor]) -> list[Uni
 def _with_ends(units: list[Unit], ends: OutsideLayers, first_layer_without_gradient: bool) -> list[Unit]:
     """`units` and those of token table, final norm and lm_head."""
     if ends.shares_table:  # gathered for the embedding, whose input has no gradient
-        return [*units, Unit("tail", ENDS, ends.tail, True, reduces_at_end=True, hook=Mark.LM_HEAD)]
+        return [*units, Unit("tail", ENDS, ends.tail, True, True, place=UnitPlace.TAIL, hook=Mark.LM_HEAD)]
     unused = first_layer_without_gradient
     first = Unit("embedding", ENDS[:1], ends.table, reduces_at_end=True, prefetched_unused=unused)
     modules = tuple(dict.fromkeys((ends.tail_begins, BlockKind.HEAD.value)))
     at_end = first_layer_without_gradient and block_of(ends.tail_begins) is BlockKind.LAYER
-    tail = Unit("tail", modules, ends.tail, True, reduces_at_end=at_end, hook=Mark.LM_HEAD)
+    tail = Unit("tail", modules, ends.tail, True, at_end, place=UnitPlace.TAIL, hook=Mark.LM_HEAD)
     return [*([first] if ends.table else []), *units, *([tail] if ends.tail else [])]  # a pipeline stage may lack either

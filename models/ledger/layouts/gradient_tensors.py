@@ -1,4 +1,4 @@
-"""Which tensor each gradient is of that a block's backward makes."""
+"""Finds the tensor of each gradient that a block's backward makes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from peakcast.models.ledger.tape.template import Template
 
 
 def tensors_of_gradients(template: Template, gradients: Iterable[int], tensors: Sequence[StoredTensor]) -> dict[int, int]:
-    """By index of a gradient in `template`: which of `tensors`, those of the block, it is the gradient of. A gradient of
-    something else, such as a table that the embedding has, or of only a part of a tensor, is left out. `gradients`: their
-    indices in the order in which backward makes them. Gradients of one name are of the tensors of that name, in order."""
+    """Index of a gradient in `template` -> index of its tensor in `tensors`, those of the block. Two kinds of gradients are
+    left out: those of other blocks' tensors, such as the embedding's table, and those of only a part of a tensor.
+    `gradients`: the indices in the order in which backward makes the gradients. Several gradients of one name belong to the
+    tensors of that name, in order."""
     parameters = dict(zip(template.gradient_columns.tolist(), template.parameters, strict=True))
     places: defaultdict[str, deque[int]] = defaultdict(deque)
     for place, tensor in enumerate(tensors):

@@ -18,6 +18,8 @@ ORIGINAL = "original_module"
 """What peft calls a module of which it trains a copy (`modules_to_save`); the copy has the module's own name here."""
 CLONE = "clone"
 """The copy of a quantised matrix's output that peft makes for its adapter (peft 0.21 `tuners/lora/bnb.py`)."""
+SUB_LAYERS = ("self_attn", "mlp")
+"""Attention and feed-forward, the two parts of a layer beside its norms."""
 WEIGHT, BIAS = "weight", "bias"
 SUFFIXES = (WEIGHT, BIAS)
 

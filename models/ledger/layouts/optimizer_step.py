@@ -11,9 +11,9 @@ from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.base import Layout
+from peakcast.models.ledger.layouts.module_order import in_order_of_modules
 from peakcast.models.ledger.optimizers.choice import adamw_rule, optimizer_options, optimizer_rule
 from peakcast.models.ledger.optimizers.rule import OptimizerRule, Options, TrainedTensor
-from peakcast.models.ledger.parameters.module_order import in_order_of_modules
 from peakcast.models.ledger.tape.columns import RecordedColumns
 from peakcast.models.ledger.tape.local_variables import Locals
 from peakcast.models.ledger.tape.step import Step

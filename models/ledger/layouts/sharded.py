@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
-from peakcast.models.ledger.layouts.fsdp_units import Unit
+from peakcast.models.ledger.layouts.fsdp_units import Unit, UnitPlace
 from peakcast.models.ledger.layouts.module_tree import BlockKind
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
@@ -55,7 +55,7 @@ class ShardedLayout(Layout):
 
     def before_forward(self, step: Step, module: str) -> None:
         units = self._of_module.get(module, [])
-        for unit in sorted(units, key=lambda unit: (unit.name != "root", unit.hook is None)):
+        for unit in sorted(units, key=lambda unit: (unit.place is not UnitPlace.ROOT, unit.hook is None)):
             if not unit.gathered:
                 self.gather(step, unit, Phase.FORWARD)
 

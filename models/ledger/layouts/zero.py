@@ -55,7 +55,7 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroSettings:
-    """How DeepSpeed's engine runs a job, as far as every stage reads it."""
+    """The settings of DeepSpeed's engine that every ZeRO stage uses."""
 
     ranks: int
     element_bytes: int

@@ -59,7 +59,7 @@ class SharedTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zero12Settings(ZeroSettings):
-    """What all stages read, and what only stages 1 and 2 read."""
+    """The settings of every stage, and those that only stages 1 and 2 use."""
 
     bucket_first: bool
     """Whether the bucket is made before backward begins (`backward_prologue`), and not at the first gradient

@@ -36,7 +36,7 @@ Reductions = dict[int, Reduction]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zero3Settings(ZeroSettings):
-    """What all stages read, and what only stage 3 reads."""
+    """The settings of every stage, and those that only stage 3 uses."""
 
     packs: bool
     """Whether checkpoints are non-reentrant: as in `Zero3Engine` (`zero3_weights.py`)."""
@@ -65,8 +65,8 @@ class Zero3(Partitions):
         whole, tensors = [t for t in tensors if not t.sharded], [t for t in tensors if t.sharded]
         super().__init__(tensors, settings)
         self._whole = whole
-        """Tensors that belong to a parameter but are none themselves, such as the constants of quantised weights. Each rank
-        has all of them."""
+        """Tensors that belong to a parameter without being one, such as the constants of quantised weights. Each rank has
+        all of them."""
         self.packs, self.reassigns = settings.packs, settings.reassigns
         self._gathers, self._reduces = (GATHERING, REDUCING) if settings.overlaps else (0, 0)
         self.offloads_parameters = settings.offloads_parameters

@@ -1,4 +1,5 @@
-"""The contiguous buffers of a Megatron-LM rank's parameters and gradients, and what of each its optimizer owns."""
+"""The contiguous buffers of a Megatron-LM rank's parameters and gradients, and the parts of them that the rank's optimizer
+owns."""
 
 from __future__ import annotations
 
@@ -161,7 +162,8 @@ def shares_gradient_buffer(share: RankShare) -> bool:
 
 
 def parameter_buffer_bytes(share: RankShare, buffer: Buffer) -> int:
-    """Bytes of the buffer that parameters are gathered into; 0 where there is none, or it is the gradients'."""
+    """Bytes of the buffer that parameters are gathered into; 0 if there is none, or if parameters use the gradients'
+    buffer."""
     if not buffer.rules.sharded or (buffer.width == FP8 and shares_gradient_buffer(share)):
         return 0
     return buffer.elements * buffer.width

@@ -16,7 +16,7 @@ from peakcast.models.ledger.megatron.fsdp import (
     is_fully_sharded,
 )
 from peakcast.models.ledger.megatron.layer_wise_optimizer import orthogonalized_bytes
-from peakcast.models.ledger.megatron.parameters import Parameter
+from peakcast.models.ledger.megatron.parameters import Parameter, Projection
 from peakcast.models.ledger.megatron.share import RankShare
 from peakcast.models.ledger.megatron.states import REMAINDER, main_parameters, offloaded_elements, state_widths
 from peakcast.models.ledger.tape.columns import RecordedColumns
@@ -180,7 +180,7 @@ def _orthogonalize(step: Step, share: RankShare, now: int) -> None:
     context, found = share.context, buffers(share)
     fused = context.attention.heads * context.attention.head_dim, context.attention.key_value, context.attention.key_value
     sizes = [
-        orthogonalized_bytes(p, fused if p.name.endswith("linear_qkv.weight") else ())
+        orthogonalized_bytes(p, fused if p.projection is Projection.QKV and not p.adapter else ())
         for buffer in found
         for p, _ in buffer.pieces
         if p.is_matrix

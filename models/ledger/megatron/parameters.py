@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cache, lru_cache
 
 from peakcast.models.ledger.layouts.pipeline import Chunk
@@ -20,6 +21,20 @@ from peakcast.models.ledger.megatron.blocks.context import (
     MegatronContext,
 )
 from peakcast.models.ledger.megatron.blocks.expert_context import ExpertContext
+
+
+class Projection(Enum):
+    """A linear layer, by the name that megatron-core and Transformer Engine give it."""
+
+    QKV = "linear_qkv"
+    Q, KV = "linear_q", "linear_kv"
+    """Of attention to another sequence."""
+    LATENT_Q = "linear_q_proj"
+    Q_DOWN, Q_UP, KV_DOWN, KV_UP = "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"
+    """Of latent attention, to and from its narrow vectors."""
+    OUTPUT = "linear_proj"
+    FC1, FC2 = "linear_fc1", "linear_fc2"
+    MAMBA_IN, MAMBA_OUT = "linear_in_proj", "linear_out_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +56,10 @@ class Parameter:
     """Whether `shape` begins with the number of experts."""
     adapter: bool = False
     """Whether it is an adapter's."""
+    projection: Projection | None = None
+    """The projection whose matrix it is, or whose adapter's."""
     multiplied_by: tuple[str, ...] = ()
-    """If it is the matrix of one of a layer's projections, which megatron-core and Transformer Engine call linear_*: the
-    labels that the operation which multiplies by it may have (`blocks/`)."""
+    """If it is a matrix of a projection: the labels that the operation which multiplies by it may have (`blocks/`)."""
     routed: bool = False
     """Whether it belongs to the experts that tokens are routed to."""
 
@@ -53,8 +69,8 @@ class Parameter:
 
     @property
     def is_projection_weight(self) -> bool:
-        """Whether it is a projection's matrix, not its bias or the norm that is part of it."""
-        return bool(self.multiplied_by)
+        """Whether it is a matrix of a projection or of its adapter, not a bias or the norm that is part of it."""
+        return self.projection is not None
 
     @property
     def is_matrix(self) -> bool:
@@ -73,9 +89,9 @@ class Parameter:
 _product = cache(math.prod)
 
 
-ROW_PARALLEL = ("linear_proj", "linear_fc2", "linear_out_proj")
+ROW_PARALLEL = (Projection.OUTPUT, Projection.FC2, Projection.MAMBA_OUT)
 """Projections that are divided over the tensor-parallel ranks by their inputs; others are by outputs, or are whole."""
-WHOLE_ON_EVERY_RANK = ("linear_q_down_proj", "linear_kv_down_proj")
+WHOLE_ON_EVERY_RANK = (Projection.Q_DOWN, Projection.KV_DOWN)
 
 
 @lru_cache(maxsize=512)
@@ -91,17 +107,16 @@ def _adapter(context: MegatronContext, adapters: AdapterContext, p: Parameter) -
     """The two matrices of the adapter on the projection whose weight is `p`, if it has one (sources: `blocks/adapters.py`).
     Megatron-Bridge divides the first matrix of a column-parallel projection over its rank, and gives the experts of a
     rank one adapter together."""
-    module = p.name.rpartition(".")[0]
-    leaf = module.rpartition(".")[2]
-    if not p.is_projection_weight or leaf not in adapters.targets:
+    if p.projection is None or p.projection.value not in adapters.targets:
         return
+    module = p.name.removesuffix(".weight")
     experts, bridge = context.experts if p.stacked else None, adapters.library == "megatron_bridge"
     tensor = experts.expert_tensor_parallel_size if experts is not None else context.groups.tensor_parallel_size
     out, inside = p.shape[-2:]
     rank = first = adapters.rank
-    if bridge and leaf in ROW_PARALLEL + WHOLE_ON_EVERY_RANK:
+    if bridge and p.projection in ROW_PARALLEL + WHOLE_ON_EVERY_RANK:
         out = -(-out // tensor)
-    if bridge and leaf not in ROW_PARALLEL:
+    if bridge and p.projection not in ROW_PARALLEL:
         first = -(-rank // tensor)
     for name, shape in (("linear_in", (first, inside)), ("linear_out", (out, rank))):
         of_adapter = tuple(f"{label}.{name}" for label in p.multiplied_by)
@@ -125,18 +140,19 @@ def _layer_parameters(context: MegatronContext) -> tuple[Parameter, ...]:
     return (*attention, *cross, *(_dense(context) if context.experts is None else _routed(context, context.experts)))
 
 
-def _matrix(module: str, projection: str, shape: tuple[int, ...], labels: tuple[str, ...] = ()) -> Parameter:
+def _matrix(module: str, projection: Projection, shape: tuple[int, ...], labels: tuple[str, ...] = ()) -> Parameter:
     """The matrix of a projection in `module`. `labels`: as in `multiplied_by`; by default the projection's name."""
-    return Parameter(f"{module}.{projection}.weight", "", shape, multiplied_by=labels or (projection,))
+    name = projection.value
+    return Parameter(f"{module}.{name}.weight", "", shape, projection=projection, multiplied_by=labels or (name,))
 
 
 def _attention(context: MegatronContext) -> Iterator[Parameter]:
     hidden, mixed = context.hidden, context.attention.query + 2 * context.attention.key_value
-    yield _matrix("self_attention", "linear_proj", (hidden, context.attention.query))
+    yield _matrix("self_attention", Projection.OUTPUT, (hidden, context.attention.query))
     if context.linear_bias:
         yield Parameter("self_attention.linear_proj.bias", "", (hidden,))
     yield from _norm(context, "self_attention.linear_qkv.layer_norm", hidden)
-    yield _matrix("self_attention", "linear_qkv", (mixed, hidden))
+    yield _matrix("self_attention", Projection.QKV, (mixed, hidden))
     if context.attention.qkv_bias:
         yield Parameter("self_attention.linear_qkv.bias", "", (mixed,))
     if context.attention.qk_norm:
@@ -151,41 +167,43 @@ def _mamba(context: MegatronContext, mamba: MambaContext) -> Iterator[Parameter]
     for name in ("dt_bias", "A_log", "D"):
         yield Parameter(f"mixer.{name}", "", (mamba.heads,))
     yield from _norm(context, "mixer.linear_in_proj.layer_norm", context.hidden)
-    yield _matrix("mixer", "linear_in_proj", (mamba.input, context.hidden))
+    yield _matrix("mixer", Projection.MAMBA_IN, (mamba.input, context.hidden))
     yield Parameter("mixer.norm.weight", "", (mamba.inner,))
-    yield _matrix("mixer", "linear_out_proj", (context.hidden, mamba.inner))
+    yield _matrix("mixer", Projection.MAMBA_OUT, (context.hidden, mamba.inner))
 
 
 def _cross_attention(context: MegatronContext) -> Iterator[Parameter]:
     yield from _norm(context, "pre_cross_attn_layernorm", context.hidden)
     output = (context.hidden, context.attention.query)
-    yield _matrix("cross_attention", "linear_proj", output, ("cross_attention.linear_proj",))
+    yield _matrix("cross_attention", Projection.OUTPUT, output, ("cross_attention.linear_proj",))
     if context.linear_bias:
         yield Parameter("cross_attention.linear_proj.bias", "", (context.hidden,))
     for name, width in (("q", context.attention.query), ("kv", 2 * context.attention.key_value)):
-        yield _matrix("cross_attention", f"linear_{name}", (width, context.hidden), (f"cross_attention.linear_{name}",))
+        yield _matrix(
+            "cross_attention", Projection(f"linear_{name}"), (width, context.hidden), (f"cross_attention.linear_{name}",)
+        )
         if context.linear_bias:
             yield Parameter(f"cross_attention.linear_{name}.bias", "", (width,))
 
 
 def _latent_attention(context: MegatronContext, latent: LatentContext) -> Iterator[Parameter]:
     yield from _norm(context, "input_layernorm", context.hidden)
-    yield _matrix("self_attention", "linear_proj", (context.hidden, context.attended))
+    yield _matrix("self_attention", Projection.OUTPUT, (context.hidden, context.attended))
     if context.linear_bias:
         yield Parameter("self_attention.linear_proj.bias", "", (context.hidden,))
     query = context.attention.heads * latent.qk_dim
     if latent.q_lora_rank:
-        yield _matrix("self_attention", "linear_q_down_proj", (latent.q_lora_rank, context.hidden))
+        yield _matrix("self_attention", Projection.Q_DOWN, (latent.q_lora_rank, context.hidden))
         if latent.qk_norm:
             yield from _norm(context, "self_attention.linear_q_up_proj.layer_norm", latent.q_lora_rank)
-        yield _matrix("self_attention", "linear_q_up_proj", (query, latent.q_lora_rank))
+        yield _matrix("self_attention", Projection.Q_UP, (query, latent.q_lora_rank))
     else:
-        yield _matrix("self_attention", "linear_q_proj", (query, context.hidden))
+        yield _matrix("self_attention", Projection.LATENT_Q, (query, context.hidden))
     down, up = latent.kv_lora_rank + latent.rope_dim, context.attention.heads * (latent.nope_dim + latent.v_dim)
-    yield _matrix("self_attention", "linear_kv_down_proj", (down, context.hidden))
+    yield _matrix("self_attention", Projection.KV_DOWN, (down, context.hidden))
     if latent.qk_norm:
         yield from _norm(context, "self_attention.linear_kv_up_proj.layer_norm", latent.kv_lora_rank)
-    yield _matrix("self_attention", "linear_kv_up_proj", (up, latent.kv_lora_rank))
+    yield _matrix("self_attention", Projection.KV_UP, (up, latent.kv_lora_rank))
 
 
 def _dense(context: MegatronContext) -> Iterator[Parameter]:
@@ -212,10 +230,10 @@ def _feed_forward(context: MegatronContext, name: str, width: int, labels: tuple
     """Both projections of a feed-forward of this `width`. `labels`: how the labels of their operations may begin."""
     inner = width * (2 if context.feed_forward.gated else 1)
     first, second = (tuple(label + projection for label in labels) for projection in ("linear_fc1", "linear_fc2"))
-    yield _matrix(name, "linear_fc1", (inner, context.hidden), first)
+    yield _matrix(name, Projection.FC1, (inner, context.hidden), first)
     if context.linear_bias:
         yield Parameter(f"{name}.linear_fc1.bias", "", (inner,))
-    yield _matrix(name, "linear_fc2", (context.hidden, width), second)
+    yield _matrix(name, Projection.FC2, (context.hidden, width), second)
     if context.linear_bias:
         yield Parameter(f"{name}.linear_fc2.bias", "", (context.hidden,))
 

@@ -13,7 +13,7 @@ from peakcast.models.ledger.megatron.first_runs import FirstRuns
 from peakcast.models.ledger.megatron.fp8_parameters import MXFP8_BLOCK, is_fp8_parameter, reads_either_layout
 from peakcast.models.ledger.megatron.fsdp import is_fully_sharded
 from peakcast.models.ledger.megatron.optimizer import end_of_columns
-from peakcast.models.ledger.megatron.parameters import layer_parameters
+from peakcast.models.ledger.megatron.parameters import Projection, layer_parameters
 from peakcast.models.ledger.megatron.share import RankShare, weights_share
 from peakcast.models.ledger.tape.step import FOREVER, Step
 from peakcast.models.ledger.tape.workspaces import cublas_workspace_bytes
@@ -94,7 +94,7 @@ def hold_fp8_weights(step: Step, share: RankShare, first: FirstRuns) -> None:
     recipe = share.context.fp8_recipe
     if not recipe:
         return
-    at_once = _with_columns_at_once(share)
+    at_once = _copied_by_columns_in_first_forward(share)
     either = reads_either_layout(share)
     for chunk in share.chunks:
         for layer in chunk.layers:
@@ -103,7 +103,7 @@ def hold_fp8_weights(step: Step, share: RankShare, first: FirstRuns) -> None:
                     continue  # which has both layouts itself
                 if p.is_projection_weight:
                     module = f"layers.{layer}"
-                    again = 0 if p.name.endswith(at_once) else first.recomputed.get(layer, 0)
+                    again = 0 if p.projection in at_once and not p.adapter else first.recomputed.get(layer, 0)
                     # by rows and by columns, or in a layout that serves both
                     copies: tuple[int, ...] = (0,) if either else (0, again)
                     narrow = is_fp8_parameter(share, p)
@@ -118,14 +118,14 @@ def hold_fp8_weights(step: Step, share: RankShare, first: FirstRuns) -> None:
                         step.hold(f"{p.name}.fp8_state", Category.OTHER, FP32, 0, module=module)
 
 
-def _with_columns_at_once(share: RankShare) -> tuple[str, ...]:
-    """Suffixes of the names of weights that a first forward copies by columns even under checkpointing. `Linear` checks
-    whether FP8 is on around the checkpoint (Transformer Engine 2.8 `pytorch/module/linear.py`, `columnwise_usage`): it is
+def _copied_by_columns_in_first_forward(share: RankShare) -> tuple[Projection, ...]:
+    """The projections whose weights the first forward copies by columns even under checkpointing. `Linear` does so
+    if FP8 is on around the checkpoint (Transformer Engine 2.8 `pytorch/module/linear.py`, `columnwise_usage`): it is on
     around a feed-forward's checkpoint; around a layer's only with delayed scaling (megatron-core 0.16.1
     `transformer_block.py`, `use_outer_quantization_context`)."""
-    plain = ("linear_proj.weight", "linear_fc2.weight")
+    plain = (Projection.OUTPUT, Projection.FC2)
     if share.job.activation_checkpointing.mode != "full":
-        return (*plain, "linear_qkv.weight")
+        return (*plain, Projection.QKV)
     return plain if share.context.fp8_recipe == "delayed" else ()
 
 

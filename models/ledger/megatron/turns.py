@@ -98,6 +98,17 @@ class Turns:
             return schedule(*sizes, steps, group)
         return schedule(*sizes, min(steps + group, micro_batches), group, early=1)
 
+    def _forward_checkpoint(self, layers: range, *, received: bool) -> _Checkpoint:
+        """Run checkpointed layers forward, without a graph. `received`: as in `_Checkpoint`."""
+        step, runs = self.step, list[BlockRun]()
+        begin = step.now
+        for layer in layers:
+            template = self.blocks.layer(layer, layer == layers[0], without_graph=True)
+            runs.append(step.run_without_graph(template, f"layers.{layer}"))
+            self._dispatched(layers, runs[-1], begin)
+        self._hold_masks(runs)
+        return _Checkpoint(begin, step.now, layers, received=received)
+
     def _turns_together(self) -> Iterator[Sequence[Turn]]:
         """The turns, one after the other; where micro-batches overlap, a forward together with the backward after it."""
         turns = list(self._turns())
@@ -117,13 +128,7 @@ class Turns:
         yield from self._waits(self.share.context.stream_bytes)
         for layers, checkpointed in self.blocks.checkpointed(chunk.layers):
             if checkpointed:
-                begin, runs = step.now, list[BlockRun]()
-                for layer in layers:
-                    template = self.blocks.layer(layer, layer == layers[0], without_graph=True)
-                    runs.append(step.run_without_graph(template, f"layers.{layer}"))
-                    self._dispatched(layers, runs[-1], begin)
-                self._hold_masks(runs)
-                state.runs.append(_Checkpoint(begin, step.now, layers, received=receives(chunk, layers[0])))
+                state.runs.append(self._forward_checkpoint(layers, received=receives(chunk, layers[0])))
             else:
                 for template, modules, after_encoder in self.blocks.alike(chunk, layers):
                     if after_encoder:

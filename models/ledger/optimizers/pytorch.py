@@ -180,4 +180,4 @@ RULES: dict[tuple[str, str], OptimizerRule] = {
         takes=lambda tensor: len(tensor.shape) == 2,
     ),
 }
-"""(name, implementation) -> rule; implementation "" where there is only one."""
+"""(name, implementation) -> rule. An optimizer with only one implementation has it under ""."""

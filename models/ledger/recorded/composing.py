@@ -59,12 +59,17 @@ def recipe_ledger(
     return timeline.timeline()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordedTemplate(Template):
-    """A place's template. Its entries have the names of modules, not of operations."""
+    """A place's template. Its entries have the names of modules, not of operations; what autograd saves is not recorded."""
 
-    made: tuple[Ints, Ints] = field(kw_only=True)
-    of_adapters: OperationInstants = field(kw_only=True)
+    input_bytes: int = 0
+    keeps_input: bool = False
+    gradient_bytes_at_first_saved: int = 0
+    reads_saved_first: str = ""
+    saved_bytes: list[int] = field(default_factory=list)
+    made: tuple[Ints, Ints]
+    of_adapters: OperationInstants
 
     @property
     def instants(self) -> OperationInstants:
@@ -114,29 +119,29 @@ class _Network:
             stays, leaves = stays & (lives[BORN_AT] == 0), leaves & (lives[BORN_AT] == 0)
         starts = _starts(runs)
         self._hold(timeline, np.flatnonzero(stays | leaves), starts[0])
-        leaving, left = self._left_over(
+        found, left = self._same_tensors(
             np.flatnonzero(crosses & before & ~after), np.flatnonzero(crosses & ~before & after)
         )
         for micro_batch, own in enumerate(starts):
             if micro_batch:
                 born = starts[micro_batch - 1][lives[BORN_STRETCH, left]] + lives[BORN_AT, left]
-                self._hold(timeline, leaving, own, born)
+                self._hold(timeline, found, own, born)
             ends = ~after if micro_batch < len(starts) - 1 else True
             self._hold(timeline, np.flatnonzero(crosses & ~before & ends), own)
 
-    def _left_over(self, leaving: Ints, left: Ints) -> tuple[Ints, Ints]:
-        """Pairs of entries (one that a micro-batch finds and frees, one that the micro-batch before made and left) that are
-        the same tensor."""
+    def _same_tensors(self, found: Ints, left: Ints) -> tuple[Ints, Ints]:
+        """Pairs of entries that are the same tensor: of those that a micro-batch has `found` and frees, and of those that
+        the micro-batch before has made and `left`."""
         names = self.walk.names
         made: dict[tuple[str, int], list[int]] = {}
         for entry in left.tolist():
             source = self.deep.entries[entry]
             made.setdefault((names[source], int(self.num_bytes[source])), []).append(entry)
         pairs = []
-        for entry in leaving.tolist():
+        for entry in found.tolist():
             source = self.deep.entries[entry]
-            if found := made.get((names[source], int(self.num_bytes[source]))):
-                pairs.append((entry, found.pop(0)))
+            if makers := made.get((names[source], int(self.num_bytes[source]))):
+                pairs.append((entry, makers.pop(0)))
         both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return both[:, 0], both[:, 1]
 
@@ -195,11 +200,6 @@ class _Network:
             forward_labels=list(walk.labels[forward]),
             backward_labels=list(walk.labels[backward]),
             backward_marks=_head_marks(walk.labels[backward]) if place == walk.num_places - 1 else {},
-            input_bytes=0,
-            keeps_input=False,
-            gradient_bytes_at_first_saved=0,
-            reads_saved_first="",
-            saved_bytes=[],
             loss_from=len(phases) if loss < 0 else loss,
             output_gradient_used_until=len(walk.phases[backward]),
             of_adapters=_adapter_instants(walk, (forward, backward), made),

@@ -1,4 +1,4 @@
-"""Which networks the ledger covers, and what of encoder-decoders."""
+"""Which networks the ledger covers, and which settings of encoder-decoders."""
 
 from __future__ import annotations
 

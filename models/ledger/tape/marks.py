@@ -48,9 +48,9 @@ class Mark(Enum):
     FEED_FORWARD_NORM = auto()
     """The norm before a Megatron-LM feed-forward."""
     RECOMPUTED_FEED_FORWARD = auto()
-    """One operation that stands for a whole recomputed feed-forward."""
+    """A whole recomputed feed-forward, written down as one operation."""
     RECOMPUTED_EXPERTS = auto()
-    """One operation that stands for a whole recomputed mixture of experts."""
+    """A whole recomputed mixture of experts, written down as one operation."""
     FEED_FORWARD = auto()
     """A Megatron-LM layer's dense feed-forward, with its norm and its residual addition."""
     ROUTER = auto()

@@ -93,6 +93,25 @@ class WeightGradient:
         return self.parameter or self.name.removesuffix(".grad")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideStream:
+    """What an operation allocates on a second stream. The allocator never gives one stream's cached blocks to another."""
+
+    saved_bytes: Sequence[int] = ()
+    """Sizes of further tensors that it makes and saves."""
+    forward_temporaries: Sequence[int] = ()
+    backward_temporaries: Sequence[int] = ()
+    result: bool = False
+    """Whether its output is allocated there."""
+    gradients: bool = False
+    """Whether the gradients of its inputs are allocated there."""
+
+
+NO_SIDE_STREAM = SideStream()
+SIDE_STREAM = 1
+"""The number of that stream; the computing stream is 0."""
+
+
 class Output(NamedTuple):
     """The output of an operation that is not simply a new activation of `num_bytes`."""
 
@@ -105,6 +124,8 @@ class Output(NamedTuple):
     """"matmul" or one of `KINDS`, by which selective checkpointing decides, for the output and the other tensors alike."""
     name: str = ""
     """The name of its storage; "": the operation's."""
+    side: SideStream = NO_SIDE_STREAM
+    """What of the operation is allocated on a second stream."""
 
     @classmethod
     def view(cls, tensor: Tensor) -> Output:
@@ -142,25 +163,6 @@ class Temporary(NamedTuple):
 
     num_bytes: int
     stream: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SideStream:
-    """What an operation allocates on a second stream. The allocator never gives one stream's cached blocks to another."""
-
-    saved_bytes: Sequence[int] = ()
-    """Sizes of further tensors that it makes and saves."""
-    forward_temporaries: Sequence[int] = ()
-    backward_temporaries: Sequence[int] = ()
-    result: bool = False
-    """Whether its output is allocated there."""
-    gradients: bool = False
-    """Whether the gradients of its inputs are allocated there."""
-
-
-NO_SIDE_STREAM = SideStream()
-SIDE_STREAM = 1
-"""The number of that stream; the computing stream is 0."""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ BOUND = 1.02
 """Factor by which a tensor that is not a polynomial may exceed its largest bytes per token at the corners."""
 POINTS_AT_ONCE = 128
 SHRINKS = 0.9
-"""Instants are thinned out until a round leaves more than this share of them."""
+"""Instants are discarded in rounds, until one keeps more than this share of them."""
 EXPONENTS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))
 """Exponents of micro-batch and sequence length, term by term."""
 

@@ -23,13 +23,11 @@ from peakcast.models.ledger.tape.block_template import block_template, second_ha
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.offloading import NO_OFFLOAD, OffloadPlan
 from peakcast.models.ledger.tape.operations import (
-    NO_SIDE_STREAM,
     SIDE_STREAM,
     InputGradient,
     Operation,
     Output,
     Saved,
-    SideStream,
     Storage,
     Tensor,
     WeightGradient,
@@ -106,27 +104,17 @@ class Tape:
         weight_gradients: Sequence[WeightGradient] = (),
         forward_temporary_bytes: int | Sequence[int] = 0,
         backward_temporary_bytes: int | Sequence[int] = 0,
-        side: SideStream = NO_SIDE_STREAM,
     ) -> Tensor:
         """Append an operation and return its output.
 
         `reads`: its inputs. `output`: the bytes of a new activation, or an `Output`. `saves`: the inputs that autograd
         saves, or a `Saved` if it saves more than inputs. `gradients`: the inputs that get a gradient, with its bytes, or
         None if the incoming gradient is passed on; by default a new one for each input that requires one. Temporaries
-        exist during the operation only. `side`: allocations on a second stream.
+        exist during the operation only.
         """
-        index = len(self._operations)
         made = Output(output) if isinstance(output, int) else output
-        saved = saves if isinstance(saves, Saved) else Saved(saves)
-        needs_grad = bool(weight_gradients)
-        for tensor in reads:
-            tensor.storage.last_read = index
-            needs_grad = needs_grad or tensor.requires_grad
-        if needs_grad:
-            self._save(name, saved, made, side.saved_bytes)
-        result = Tensor(self._storage_of(name, made, SIDE_STREAM * side.result), made.num_bytes, needs_grad)
-        if needs_grad and saved.output:
-            self._keep(result.storage, index)
+        saved, side = saves if isinstance(saves, Saved) else Saved(saves), made.side
+        result = self._result(name, reads, made, saved, has_weights=bool(weight_gradients))
         if gradients is None:
             gradients = [(x, x.num_bytes) for x in reads]
         self._operations.append(
@@ -145,10 +133,24 @@ class Tape:
         )
         return result
 
-    def _storage_of(self, name: str, made: Output, stream: int) -> Storage:
+    def _result(self, name: str, reads: Sequence[Tensor], made: Output, saved: Saved, *, has_weights: bool) -> Tensor:
+        """The output of the next operation. If it requires a gradient, autograd saves what is `saved`."""
+        index, needs_grad = len(self._operations), has_weights
+        for tensor in reads:
+            tensor.storage.last_read = index
+            needs_grad = needs_grad or tensor.requires_grad
+        if needs_grad:
+            self._save(name, saved, made)
+        result = Tensor(self._storage_of(name, made), made.num_bytes, needs_grad)
+        if needs_grad and saved.output:
+            self._keep(result.storage, index)
+        return result
+
+    def _storage_of(self, name: str, made: Output) -> Storage:
         """The storage of the next operation's output: a new one, unless the output is a view."""
         if made.view_of is not None:
             return made.view_of.storage
+        stream = SIDE_STREAM * made.side.result
         storage = Storage(made.name or name, made.num_bytes, made.category, len(self._operations), made.kind, stream)
         self._storages.append(storage)
         return storage
@@ -164,13 +166,13 @@ class Tape:
             replace(weight, parameter=module + name) for weight, module, name in zip(weights, stored, names, strict=True)
         ]
 
-    def _save(self, name: str, saved: Saved, made: Output, aside: Sequence[int]) -> None:
-        """Record that the next operation saves inputs, and make the other tensors that it saves: `extra_bytes` on the
-        computing stream, `aside` on the side stream."""
+    def _save(self, name: str, saved: Saved, made: Output) -> None:
+        """Record that the next operation saves inputs, and make the other tensors that it saves, on the computing stream
+        and on the side stream."""
         index = len(self._operations)
         for tensor in saved.inputs:
             self._keep(tensor.storage, index)
-        for stream, sizes in ((0, saved.extra_bytes), (SIDE_STREAM, aside)):
+        for stream, sizes in ((0, saved.extra_bytes), (SIDE_STREAM, made.side.saved_bytes)):
             for size in sizes:
                 extra = Storage(f"{name}.saved", size, made.category, index, made.kind, stream)
                 self._storages.append(extra)

@@ -68,7 +68,8 @@ class UpdateInBackward:
     bytes_per_gradient_byte: int = 0
     """Bytes of temporaries for each byte of a gradient, if each is applied when the next one is ready."""
     tied: Mapping[ParameterKey, ParameterKey] = field(default_factory=dict)
-    """Parameters that are another one: only the sum of both gradients reaches that, at the end of backward."""
+    """Parameter -> the parameter whose tensor it shares. The optimizer gets only the sum of both gradients, at the end of
+    backward."""
     alone: tuple[ParameterOptimizer, ...] = ()
     """The optimizers of single parameters, if each has one: a gradient is applied as soon as it is ready."""
 

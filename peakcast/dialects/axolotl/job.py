@@ -64,16 +64,9 @@ def from_axolotl(pasted: Pasted) -> Translation:
     job = notes.include(translation)
     if gptq and job.finetuning.quantization != "gptq":
         notes.unsupported.append("GPTQ weights (gptq) are not modelled where the network names none.", "gptq", "less")
-    job = _units(_experts(job, settings))
-    job = with_method(
-        meshed(job, settings, _mesh(settings), fills="shard"),
-        method,
-        "rl",
-        notes,
-        generation=generation,
-        precomputed=settings.switch("precompute_ref_log_probs"),
-        whole_logits="trl 1.9, which axolotl 0.19 requires,",
-    )
+    job = meshed(_units(_experts(job, settings)), settings, _mesh(settings), fills="shard")
+    made, who = settings.switch("precompute_ref_log_probs"), "trl 1.9, which axolotl 0.19 requires,"
+    job = with_method(job, method, "rl", notes, generation=generation, precomputed=made, whole_logits=who)
     return notes.finish(job)
 
 
@@ -263,18 +256,20 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
     if "r" not in adapter:
         settings.size("lora_r")
     if four:
-        # loaders/model.py: BitsAndBytesConfig(nf4, double quantization) unless bnb_config_kwargs say otherwise
-        training["quantization_config"] = {
-            "load_in_4bit": True, "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "bfloat16"
-        }  # fmt: skip
-        settings.notes.assumptions.append("4-bit weights are NF4 with double quantization, axolotl's default.")
-        if settings.raw("bnb_config_kwargs"):
-            settings.notes.unsupported.append(
-                "bnb_config_kwargs are not modelled; axolotl's defaults are assumed.", "bnb_config_kwargs"
-            )
+        training["quantization_config"] = _four_bit(settings)
     elif eight:
         training["quantization_config"] = {"load_in_8bit": True}
     return adapter
+
+
+def _four_bit(settings: Settings) -> dict[str, Any]:
+    """The BitsAndBytesConfig of loaders/model.py: nf4 with double quantization unless bnb_config_kwargs say otherwise."""
+    settings.notes.assumptions.append("4-bit weights are NF4 with double quantization, axolotl's default.")
+    if settings.raw("bnb_config_kwargs"):
+        settings.notes.unsupported.append(
+            "bnb_config_kwargs are not modelled; axolotl's defaults are assumed.", "bnb_config_kwargs"
+        )
+    return {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "bfloat16"}
 
 
 def _rest(settings: Settings) -> None:

@@ -30,17 +30,14 @@ AXES = ("replicate", "shard", "context", "sequence", "tensor", "expert")
 do (axolotl integrations/expert_parallel/README.md)."""
 
 
-def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills: str = "") -> TrainingJob:
-    """`job`, whose ranks are all data-parallel, with those moved that `settings` gives to other axes; `keys`: axis -> the
-    key for its size. `fills`: the axis that gets all remaining ranks if its size is not given.
-
-    Raises: SpecError if the sizes do not multiply to the ranks of the run.
-    """
+def _sizes(ranks: int, settings: Settings, keys: Mapping[str, str], fills: str) -> dict[str, int] | None:
+    """Axis -> its size, of a mesh of `ranks`, with the arguments of `meshed`; None if all ranks are data-parallel. Raises:
+    SpecError."""
     given = [axis for axis in AXES if axis in keys and settings.given(keys[axis])]
     sizes = {axis: (settings.integer(keys[axis], 1) or 1) if axis in given else 1 for axis in AXES}
-    ranks, made = job.parallelism.world_size, prod(sizes.values())
+    made = prod(sizes.values())
     if made == sizes["shard"] and made in (1, ranks):
-        return job
+        return None
     if fills and fills not in given and ranks % made == 0:
         sizes[fills] = ranks // made
     elif made != ranks:
@@ -51,6 +48,18 @@ def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills:
             f"is of a layout of {made} ranks ({product}), which {'do not divide' if fills else 'are not'} the {ranks} of "
             f"the run; say --num-gpus {made}",
         )
+    return sizes
+
+
+def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills: str = "") -> TrainingJob:
+    """`job`, whose ranks are all data-parallel, with those moved that `settings` gives to other axes; `keys`: axis -> the
+    key for its size. `fills`: the axis that gets all remaining ranks if its size is not given.
+
+    Raises: SpecError if the sizes do not multiply to the ranks of the run.
+    """
+    sizes = _sizes(job.parallelism.world_size, settings, keys, fills)
+    if sizes is None:
+        return job
     context = sizes["context"] * sizes["sequence"]
     layout, options = job.parallelism, dict(job.framework_options)
     sharding, group = layout.sharding, sizes["shard"] * context

@@ -74,9 +74,8 @@ def as_trained_by_library(job: TrainingJob) -> TrainingJob:
     return job.replace(architecture=own, versions=FrozenMapping({library_of(job): "main"}))
 
 
-def litgpt_config(architecture: Architecture) -> dict[str, Any] | None:
-    """The fields of LitGPT's `Config` (litgpt 0.5.13 config.py) for a network of this shape; None if it has no such one.
-    LitGPT never ties the tables when it finetunes."""
+def _is_unlike_litgpt(architecture: Architecture) -> bool:
+    """Whether the network has a part that LitGPT's cannot have."""
     known = family_of(architecture)
     gelu = architecture.hidden_act.startswith("gelu")
     unlike = (
@@ -88,7 +87,15 @@ def litgpt_config(architecture: Architecture) -> dict[str, Any] | None:
         known.layer.scales_outputs or known.ends.scales_logits,
         not gelu and not (architecture.gated_mlp and architecture.hidden_act == "silu"),
     )
-    if any(unlike):
+    return any(unlike)
+
+
+def litgpt_config(architecture: Architecture) -> dict[str, Any] | None:
+    """The fields of LitGPT's `Config` (litgpt 0.5.13 config.py) for a network of this shape; None if it has no such one.
+    LitGPT never ties the tables when it finetunes."""
+    known = family_of(architecture)
+    gelu = architecture.hidden_act.startswith("gelu")
+    if _is_unlike_litgpt(architecture):
         return None
     moe = architecture.moe
     feed_forward = "LLaMAMoE" if moe else "GptNeoxMLP" if not architecture.gated_mlp else "GemmaMLP" if gelu else "LLaMAMLP"

@@ -129,6 +129,10 @@ def with_head(job: TrainingJob, model_class: str, notes: Notes) -> TrainingJob:
     return job.replace(loss=replace(job.loss, kind="reward", fused_linear_cross_entropy=False))
 
 
+REFERENCES = {"model": "a frozen copy of the network", "adapter_off": "the network with its adapters switched off"}
+"""Kind of reference -> what it is, where it is on the GPU during training."""
+
+
 def with_method(
     job: TrainingJob,
     name: str,
@@ -151,32 +155,34 @@ def with_method(
     if method == METHODS["sft"]:
         return job
     size = method.sequences * job.micro_batch_size
-    if method.sequences > 1:
-        both = "the chosen and the rejected sequence" if method.sequences == 2 else f"{method.sequences} sequences"
-        notes.assumptions.append(
-            f"{name} passes {both} of each sample together: micro_batch_size is "
-            f"{method.sequences} × {job.micro_batch_size} = {size}."
-        )
+    _say_sequences_together(notes, name, method.sequences, job.micro_batch_size)
     if method.kind == "cross_entropy":
-        notes.unsupported.append(
-            f"The loss of {name} over log-probabilities is not modelled; the cross entropy's is assumed.", parameter
-        )
+        sentence = f"The loss of {name} over log-probabilities is not modelled; the cross entropy's is assumed."
+        notes.unsupported.append(sentence, parameter)
         return job.replace(micro_batch_size=size)
     if name.lower() == "prm":
         notes.unsupported.append("The head of prm, which scores each token, is counted as a reward model's.", parameter)
     loss = _loss(job, method.kind, generation, precomputed=precomputed, of_completions=not whole_logits)
-    options = dict(job.framework_options)
-    if method.kind in REFERRING and whole_logits:
-        options["preference_logits"] = "shifted_log_softmax" if log_softmax else "whole"
+    of_logits = {"preference_logits": "shifted_log_softmax" if log_softmax else "whole"}
+    given = of_logits if method.kind in REFERRING and whole_logits else {}
+    options = FrozenMapping({**job.framework_options, **given})
     held = generation.other_memory_fraction if generation is not None else 0.0
-    job = job.replace(micro_batch_size=size, loss=loss, other_memory_fraction=held)
-    job = job.replace(framework_options=FrozenMapping(options))
+    job = job.replace(micro_batch_size=size, loss=loss, other_memory_fraction=held, framework_options=options)
     if method.kind in REFERRING:
         _say_whose_logits(notes, whole_logits, log_softmax, by_release=makes_whole_logits(job))
-    kept = {"model": "a frozen copy of the network", "adapter_off": "the network with its adapters switched off"}
-    if job.reference in kept:
-        notes.assumptions.append(f"the reference of {name} is {kept[job.reference]}.")
+    if job.reference in REFERENCES:
+        notes.assumptions.append(f"the reference of {name} is {REFERENCES[job.reference]}.")
     return job
+
+
+def _say_sequences_together(notes: Notes, name: str, sequences: int, samples: int) -> None:
+    if sequences == 1:
+        return
+    both = "the chosen and the rejected sequence" if sequences == 2 else f"{sequences} sequences"
+    notes.assumptions.append(
+        f"{name} passes {both} of each sample together: micro_batch_size is {sequences} × {samples} = "
+        f"{sequences * samples}."
+    )
 
 
 def _known_method(name: str, parameter: str) -> Method:

@@ -295,6 +295,22 @@ def _deepspeed(
     return given if given is not None else launcher.deepspeed
 
 
+def _four_bit(settings: Settings, computed: object) -> dict[str, Any]:
+    """The BitsAndBytesConfig of a base model in 4 bits whose products are `computed` in this dtype."""
+    nested = settings.switch("use_bnb_nested_quant")
+    stored = settings.one_of("bnb_4bit_quant_storage", STORAGES[0], STORAGES)
+    if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
+        settings.notes.unsupported.append(
+            "bnb_4bit_quant_type=fp4 is not modelled; nf4 is assumed, of the same size.", "bnb_4bit_quant_type"
+        )
+    return {
+        "load_in_4bit": True,
+        "bnb_4bit_use_double_quant": nested,
+        "bnb_4bit_compute_dtype": computed,
+        "bnb_4bit_quant_storage": stored,
+    }
+
+
 def _adapter(
     parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any], notes: Notes, program: str, *, trl: bool
 ) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
@@ -305,15 +321,8 @@ def _adapter(
     mapping = {name: training[key] for key, name in _ADAPTER.items() if training.get(key) is not None}
     quantization: dict[str, Any] = {}
     if settings.switch("load_in_4bit"):
-        nested = settings.switch("use_bnb_nested_quant")
-        computed = training.get("bnb_4bit_compute_dtype", trl_computes_in(training) if trl else None)
-        stored = settings.one_of("bnb_4bit_quant_storage", STORAGES[0], STORAGES)
-        quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": computed}
-        quantization["bnb_4bit_quant_storage"] = stored
-        if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
-            notes.unsupported.append(
-                "bnb_4bit_quant_type=fp4 is not modelled; nf4 is assumed, of the same size.", "bnb_4bit_quant_type"
-            )
+        usual = trl_computes_in(training) if trl else None
+        quantization = _four_bit(settings, training.get("bnb_4bit_compute_dtype", usual))
     elif settings.switch("load_in_8bit"):
         quantization = {"load_in_8bit": True}
     elif {"use_qlora", "q_lora"} & set(asked):

@@ -49,6 +49,15 @@ IGNORED = re.compile(
 )
 
 
+def _options(settings: Settings, architecture: Architecture, finetuning: Finetuning, tokens: int) -> dict[str, Any]:
+    """Framework options of a loss over `tokens` (finetune/lora.py takes 128 of every sequence at once), and of the parts of
+    the fused projection that have adapters."""
+    options: dict[str, Any] = {"logits_chunks": -(-tokens // LOSS_CHUNK)}
+    if finetuning.method != "full" and (parts := adapted_of_qkv(_adapted(settings), architecture)) not in ("", "qkv"):
+        options["adapted_of_qkv"] = parts
+    return options
+
+
 def from_litgpt(pasted: Pasted) -> Translation:
     """The job of a LitGPT configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
@@ -63,20 +72,15 @@ def from_litgpt(pasted: Pasted) -> Translation:
     # finetune/full.py and lora.py: FSDPStrategy with checkpointed blocks on several GPUs, neither on one
     # pretrain.py: FSDPStrategy with HYBRID_SHARD and no checkpoints, a compiled network, a fused optimizer
     several = num_gpus > 1
-    checkpoints = several and not pretrains
     _note_strategy(settings, pretrains=pretrains, several=several)
     if finetuning.method == "full":  # one matrix for queries, keys, values; LoRA names its parts separately
         architecture = replace(architecture, fused_qkv=True)
     precision = _precision(settings)
-    mixed = precision.parameters != precision.compute
-    if mixed and several:
-        notes.unsupported.append(
-            "Weights that FSDP gathers in float32 for autocast (a mixed precision) are not modelled.", "precision", "more"
-        )
-    rows = micro if finetuning.method == "full" else 1  # finetune/lora.py: chunks of 128 tokens of every sequence at once
-    options: dict[str, Any] = {"autocast": True} if mixed and not several else {}
-    if finetuning.method != "full" and (parts := adapted_of_qkv(_adapted(settings), architecture)) not in ("", "qkv"):
-        options["adapted_of_qkv"] = parts
+    if (mixed := precision.parameters != precision.compute) and several:
+        sentence = "Weights that FSDP gathers in float32 for autocast (a mixed precision) are not modelled."
+        notes.unsupported.append(sentence, "precision", "more")
+    options = _options(settings, architecture, finetuning, micro * length if finetuning.method == "full" else length)
+    options |= {"autocast": True} if mixed and not several else {}
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
@@ -87,17 +91,17 @@ def from_litgpt(pasted: Pasted) -> Translation:
         precision=precision,
         optimizer=_optimizer(settings, fused=pretrains, pages=finetuning.quantization is not None),
         finetuning=finetuning,
-        activation_checkpointing=ActivationCheckpointing(mode="full") if checkpoints else ActivationCheckpointing(),
+        activation_checkpointing=ActivationCheckpointing(mode="full" if several and not pretrains else "none"),
         compile=pretrains,
         parallelism=Parallelism(data_parallel_size=num_gpus, sharding="fsdp1" if several else "none"),
-        framework_options=FrozenMapping({"logits_chunks": -(-rows * length // LOSS_CHUNK), **options}),
+        framework_options=FrozenMapping(options),
     )
     settings.note_left(IGNORED)
     return notes.finish(job)
 
 
 def _note_strategy(settings: Settings, *, pretrains: bool, several: bool) -> None:
-    """Say how LitGPT uses several GPUs, and what of it is not modelled."""
+    """Say how LitGPT uses several GPUs, and which part of that is not modelled."""
     if several:
         recipe = "compiles the network and keeps activations" if pretrains else "checkpoints each block"
         settings.notes.assumptions.append(f"on several GPUs LitGPT shards by FSDP and {recipe}.")

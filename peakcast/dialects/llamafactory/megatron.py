@@ -51,6 +51,16 @@ COUNTED = {"mtp_num_layers": "Multi-token prediction", "moe_expert_capacity_fact
 """Settings that any number except 0 switches on."""
 
 
+def _method(settings: Settings) -> str:
+    """ "full" or "lora". Raises: SpecError for other methods, and for stages that are not modelled."""
+    method = settings.text("finetuning_type", "lora")
+    if method not in ("full", "lora"):
+        raise settings.refuse("finetuning_type", "is not modelled with Megatron; full and lora are", "lora")
+    if settings.text("stage", "sft") not in ("sft", "pt"):
+        raise settings.refuse("stage", "is not modelled with Megatron; sft and pt are")
+    return method
+
+
 def from_llamafactory_megatron(pasted: Pasted) -> Translation:
     """The job of a LLaMA-Factory configuration for Megatron. Raises: SpecError naming the key, its value, the rule and the
     way out."""
@@ -58,11 +68,7 @@ def from_llamafactory_megatron(pasted: Pasted) -> Translation:
     settings = Settings(pasted.values, notes, "LLaMA-Factory")
     architecture = resolve_architecture(pasted.model or settings.text("model_name_or_path"))
     settings.given("model_name_or_path")
-    method = settings.text("finetuning_type", "lora")
-    if method not in ("full", "lora"):
-        raise settings.refuse("finetuning_type", "is not modelled with Megatron; full and lora are", "lora")
-    if settings.text("stage", "sft") not in ("sft", "pt"):
-        raise settings.refuse("stage", "is not modelled with Megatron; sft and pt are")
+    method = _method(settings)
     layout = _layout(settings, architecture, pasted)
     options = _options(settings)
     note_unsupported(settings, UNSUPPORTED)

@@ -34,7 +34,7 @@ def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
     flag."""
     hidden = settings.size("hidden_size")
     bias = not settings.switch("disable_bias_linear")
-    swiglu, squared_relu = settings.switch("swiglu"), settings.switch("squared_relu")
+    swiglu = settings.switch("swiglu")
     gated = swiglu or settings.switch("quick_geglu")
     ffn = settings.size("ffn_hidden_size", int(4 * hidden * 2 / 3 / 64) * 64 if swiglu else 4 * hidden)
     heads, groups = _heads(settings, hidden, tensor)
@@ -48,7 +48,7 @@ def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
     layers = _num_layers(settings)
     return Architecture(
         name=f"megatron-{layers}-layers-{hidden}",
-        model_type="megatron_" + (FAMILIES.get(kind, kind) if kind != "decoder" else "moe" if experts else "gpt"),
+        model_type=_model_type(kind, has_experts=bool(experts)),
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -61,7 +61,7 @@ def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
         tie_word_embeddings=not settings.switch("untie_embeddings_and_output_weights"),
         position_embedding="rope" if rotary else position,
         normalization=one_of_table(settings, "normalization", "LayerNorm", NORMALIZATIONS),
-        hidden_act="silu" if swiglu else "relu2" if squared_relu else "quick_gelu" if gated else "gelu",
+        hidden_act=_activation(settings, gated=gated),
         gated_mlp=gated,
         fused_qkv=True,
         fused_gate_up=gated,
@@ -80,6 +80,19 @@ def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
         num_nextn_predict_layers=settings.integer("mtp_num_layers", 0, least=0) or 0,
         kind=kind,
     )
+
+
+def _model_type(kind: str, *, has_experts: bool) -> str:
+    if kind == "decoder":
+        return "megatron_moe" if has_experts else "megatron_gpt"
+    return f"megatron_{FAMILIES.get(kind, kind)}"
+
+
+def _activation(settings: Settings, *, gated: bool) -> str:
+    squared_relu = settings.switch("squared_relu")
+    if settings.switch("swiglu"):
+        return "silu"
+    return "relu2" if squared_relu else "quick_gelu" if gated else "gelu"
 
 
 def _heads(settings: Settings, hidden: int, tensor: int) -> tuple[int, int]:

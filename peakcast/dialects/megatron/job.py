@@ -40,28 +40,19 @@ def from_megatron(
     underscores, with or without the leading dashes; values may be texts). `env`: environment variables. `versions`: package
     versions (`megatron_core: "0.14"`, or `ngc_pytorch: "26.04"`), whose defaults are used. `network`: the network, if it
     does not come from the flags, as in other projects that use Megatron's flags.
-
     Raises: SpecError naming the flag, its value, the rule and the way out.
     """
-    notes = Notes()
-    settings = Settings(_normalized(arguments), notes, "Megatron-LM", lambda key: key.replace("_", "-"))
+    settings = Settings(_normalized(arguments), Notes(), "Megatron-LM", lambda key: key.replace("_", "-"))
     layout_sizes = _layout_sizes(settings, num_gpus)
     architecture = network or megatron_architecture(settings, layout_sizes["tensor_parallel_size"])
     parallelism = _parallelism(settings, architecture, layout_sizes)
     micro_batch_size = settings.size("micro_batch_size")
     _note_unsupported(settings)
-    options, known_versions = _options(settings, env or {}), check_versions(versions or {})
-    legacy = is_legacy(settings, known_versions)
-    if legacy:
-        known_versions = legacy_versions(settings, known_versions)
-        options |= {"use_legacy_models": True, "transformer_impl": settings.text("transformer_impl", "local")}
-    else:
-        note_flash_attention(settings)
-        _note_adam(settings)
+    options = _options(settings, env or {})
     job = TrainingJob(
         architecture=architecture,
         framework="megatron",
-        versions=FrozenMapping(known_versions),
+        versions=FrozenMapping(_known_versions(settings, versions or {}, options)),
         micro_batch_size=micro_batch_size,
         sequence_length=_sequence_length(settings, parallelism),
         decoder_sequence_length=settings.integer("decoder_seq_length") if architecture.num_decoder_layers else None,
@@ -71,18 +62,39 @@ def from_megatron(
         attention=_attention(settings, options),
         activation_checkpointing=_recomputation(settings),
         parallelism=parallelism,
-        offload=Offload(
-            optimizer=settings.switch("optimizer_cpu_offload"),
-            activations=settings.switch("fine_grained_activation_offloading"),
-        ),
+        offload=_offload(settings),
         allocator=_allocator(env or {}),
         framework_options=FrozenMapping(options),
     )
+    _note_left(settings)
+    check_framework_options(job)
+    return settings.notes.finish(job)
+
+
+def _known_versions(settings: Settings, versions: Mapping[str, Any], options: dict[str, Any]) -> Mapping[str, Any]:
+    """The versions of packages. What Megatron-LM's legacy models set is added to the `options`."""
+    known = check_versions(versions)
+    if is_legacy(settings, known):
+        options |= {"use_legacy_models": True, "transformer_impl": settings.text("transformer_impl", "local")}
+        return legacy_versions(settings, known)
+    note_flash_attention(settings)
+    _note_adam(settings)
+    return known
+
+
+def _offload(settings: Settings) -> Offload:
+    return Offload(
+        optimizer=settings.switch("optimizer_cpu_offload"),
+        activations=settings.switch("fine_grained_activation_offloading"),
+    )
+
+
+def _note_left(settings: Settings) -> None:
+    """Note the flags that nothing has read: those that are known to cost no memory, and unknown ones."""
+    notes = settings.notes
     for key in settings.left():
         known = key in flags.IGNORED or key.startswith((*flags.DETAILS, *flags.BESIDE_THE_STEP))
         (notes.ignored if known else notes.unknown).append(settings.spell(key))
-    check_framework_options(job)
-    return notes.finish(job)
 
 
 def _allocator(env: Mapping[str, Any]) -> Allocator:

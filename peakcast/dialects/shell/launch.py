@@ -71,7 +71,7 @@ class Launch:
     """The launcher: torchrun, deepspeed or accelerate."""
     env: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
-    """Sentences about what of the script is not answered."""
+    """Sentences about the parts of the script that the answer leaves out."""
 
 
 def launch_of(script: Script, text: str, where: str) -> Launch:

@@ -96,12 +96,12 @@ def first_step(layers: int, batch: int, length: int) -> Walk:
 
 def test_what_a_step_leaves_is_what_the_next_one_finds() -> None:
     """So a first step at another batch and length tells the sizes of a later one."""
-    again = first_step(4, 2, 256).in_next_step(walk(4, 2, 256))
+    again = first_step(4, 2, 256).same_tensors_in(walk(4, 2, 256))
     assert again is not None
     assert first_step(4, 3, 512).raw_bytes[again].tolist() == walk(4, 3, 512).raw_bytes.tolist()
-    assert first_step(4, 2, 256).in_next_step(walk(5, 2, 256)) is None
+    assert first_step(4, 2, 256).same_tensors_in(walk(5, 2, 256)) is None
     nothing_left = replace(walk(4), raw_bytes=walk(4).raw_bytes + (walk(4).lives[2] == 1))
-    assert first_step(4, 2, 256).in_next_step(nothing_left) is None
+    assert first_step(4, 2, 256).same_tensors_in(nothing_left) is None
 
 
 class Thinning(Library):

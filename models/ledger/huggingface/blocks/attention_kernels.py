@@ -18,7 +18,7 @@ from peakcast.models.ledger.huggingface.blocks.math_attention import step_by_ste
 from peakcast.models.ledger.huggingface.blocks.ring_attention import RingTensors, backward_bytes, forward_bytes
 from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads, joins_heads
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
 MASK_ALIGNMENT = 8
@@ -184,6 +184,20 @@ def _filled(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor
     return [tape.operation("self_attn.unpad_q", [q, indices], q.num_bytes), *taken, indices]
 
 
+def _row_sums_of_flex(tape: Tape, output: Tensor, sums_bytes: int, *, by_head: bool) -> Tensor:
+    """`output` of FlexAttention, whose backward begins with row sums. Its gradient must have its layout: backward copies
+    the gradient if the layout is `by_head` and not token by token (torch runtime_wrappers.py
+    coerce_tangent_and_suggest_memory_format)."""
+    return tape.operation(
+        "self_attn.flex_attention.delta",
+        [output],
+        Output.view(output),
+        saves=[output],
+        gradients=[(output, None)],
+        backward_temporary_bytes=sums_bytes + (output.num_bytes if by_head else 0),
+    )
+
+
 def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """FlexAttention, which transformers compiles by itself. Forward saves q, k, v, the output and a statistic in fp32. It
     also returns a second statistic, in natural units and narrow, as the attention's weights. Backward first computes the
@@ -206,16 +220,7 @@ def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         saves=Saved([q, k, v], extra_bytes=[statistics]),
         backward_temporary_bytes=statistics,
     )
-    # its gradient must have its layout: backward copies unless that is token by token (torch runtime_wrappers.py
-    # coerce_tangent_and_suggest_memory_format)
-    output = tape.operation(
-        "self_attn.flex_attention.delta",
-        [output],
-        Output.view(output),
-        saves=[output],
-        gradients=[(output, None)],
-        backward_temporary_bytes=2 * statistics + (output.num_bytes if by_head else 0),
-    )
+    output = _row_sums_of_flex(tape, output, 2 * statistics, by_head=by_head)
     narrow = returned
     if context.precision.compute_bytes < FP32:
         size = statistics // FP32 * context.precision.compute_bytes

@@ -14,7 +14,7 @@ from peakcast.jobs.spec import Finetuning
 from peakcast.models.ledger.huggingface.blocks.context import ALL, HFContext
 from peakcast.models.ledger.huggingface.blocks.dora import add_dora
 from peakcast.models.ledger.huggingface.blocks.float8 import float8_linear
-from peakcast.models.ledger.huggingface.blocks.quantized_linear import quantized_linear
+from peakcast.models.ledger.huggingface.blocks.quantized_linear import ProductSizes, quantized_linear
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import (
     Split,
     enter_columns,
@@ -196,8 +196,8 @@ class BlockBuilder:
         self, x: Tensor, in_features: int, out_features: int, name: str, *, in_chunks: bool = False
     ) -> Tensor:
         """A product with a frozen quantised matrix."""
-        rows = self.rows
-        return quantized_linear(self.tape, self.context, x, rows, in_features, out_features, name, in_chunks=in_chunks)
+        sizes = ProductSizes(self.rows, in_features, out_features)
+        return quantized_linear(self.tape, self.context, x, sizes, name, in_chunks=in_chunks)
 
     def linear(self, x: Tensor, layer: LinearLayer) -> Tensor:
         """A Linear over `rows`, in the dtype that autocast or the weight decides."""

@@ -17,7 +17,7 @@ from peakcast.models.ledger.tape.tape import Output, Saved, Tensor
 from peakcast.networks.families import family_of
 
 DECODERS_DROPOUT = 0.1
-"""Before the classes of tokens, in a network whose configuration names no dropout."""
+"""Dropout before the classes of tokens if the network's configuration names none."""
 
 
 def class_scores(build: BlockBuilder, hidden: Tensor) -> None:
@@ -45,7 +45,8 @@ def _of_tokens(build: BlockBuilder, hidden: Tensor) -> None:
 
 
 def _of_last_position(build: BlockBuilder, hidden: Tensor) -> None:
-    """A decoder's: scores of every position, of which the last's are used. They train even if the rest trains adapters."""
+    """The scores of a decoder: of every position, of which the last one's are used. Their matrix trains even if the rest of
+    the network trains adapters."""
     context, tape = build.context, build.tape
     rows, labels = context.rows, context.architecture.num_labels
     with tape.marked(Mark.LM_HEAD):
@@ -56,7 +57,7 @@ def _of_last_position(build: BlockBuilder, hidden: Tensor) -> None:
 
 
 def _of_first_position(build: BlockBuilder, hidden: Tensor) -> None:
-    """An encoder's, which reads the first position's states: a view, whose gradient is as large as all states."""
+    """The scores of an encoder, from the states of the first position: a view, whose gradient is as large as all states."""
     context, width = build.context, build.context.architecture.hidden_size
     pools = family_of(context.architecture).ends.classifier == "pooled"
     one, drops, elements = build.for_rows(context.batch, 1), context.architecture.hidden_dropout, context.batch * width

@@ -28,7 +28,7 @@ class Linears:
     float8_kept: str = "none"
     """Which weights compiled layers keep in float8 for backward: "all", some of those "gathered" in float8, or "none"."""
     gathered_in_float8: bool = False
-    """Whether weights of products in float8 come in float8: FSDP2 has gathered them so."""
+    """Whether FSDP2 gathers the weights of products in float8 already in float8."""
     keep_input: bool = False
     """Whether a Linear saves its input even if its weight is frozen: DeepSpeed's stage 3 has a Linear of its own (0.19
     `runtime/zero/linear.py`)."""
@@ -96,7 +96,7 @@ class Experts:
     ranks: int = 1
     """Number of ranks with different experts."""
     fullest_load: float = 1
-    """For experts that run one after the other: equal shares of the rows that the fullest expert takes; 1: all take one."""
+    """For experts that run one after the other: the rows of the fullest expert, as a multiple of an equal share."""
 
 
 SHIFTED_WITH_NLL = "shifted_log_softmax_and_nll"

@@ -110,7 +110,7 @@ def _whole(build: BlockBuilder, final: Tensor, sequence_output: Tensor) -> None:
 
 
 def _smoothed(build: BlockBuilder, final: Tensor, sequence_output: Tensor) -> None:
-    """The label smoother's, after the network has returned."""
+    """The loss of transformers' label smoother, which is computed after the network has returned."""
     logits = _logits(build, final)
     build.tape.hold(final)
     smoothed_loss(build.tape, logits, build.context)

@@ -24,7 +24,7 @@ from peakcast.models.ledger.tape.template import Template
 SCAN_CHUNK = 2048
 """Tokens between two states that Mamba's scan saves (mamba_ssm csrc/selective_scan/selective_scan.cpp, kMaxChunkSize)."""
 PROJECTIONS = ("mamba.in_proj", "mamba.out_proj")
-"""The mixer's modules that the scan leaves apart."""
+"""The modules of the mixer that are not fused into the scan."""
 
 
 def layer_template(context: HFContext) -> Template:

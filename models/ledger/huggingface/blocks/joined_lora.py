@@ -15,7 +15,8 @@ from peakcast.models.ledger.tape.tape import Tensor
 from peakcast.networks.families import family_of
 
 NAME = "self_attn.qkv"
-"""The joined matrix, where the family has one for each of the three. No adapter has this name for its target."""
+"""The name of the joined matrix of a family that has a matrix for each of queries, keys and values. No adapter has it as
+its target."""
 
 
 def joined_projection(build: BlockBuilder, x: Tensor, bias: bool) -> Tensor:

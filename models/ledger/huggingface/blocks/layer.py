@@ -63,8 +63,8 @@ def _attention(build: BlockBuilder, x: Tensor) -> Tensor:
 
 
 def called(architecture: Architecture) -> dict[str, str]:
-    """By name of an operation, the module that runs it, where that has another name: with one norm for each sub-layer,
-    the second is called after what it follows."""
+    """Operation -> the module that runs it, if that has another name. In a network with one norm for each sub-layer, the
+    second norm is named after the sub-layer that it follows."""
     return {"pre_feedforward_layernorm": "post_attention_layernorm"} if architecture.norm_placement == "pre" else {}
 
 

@@ -7,27 +7,30 @@ Source: bitsandbytes 0.50.2 `nn/modules.py` (Linear4bit.forward), `autograd/_fun
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Output, Tape, Tensor
 
 
+class ProductSizes(NamedTuple):
+    """The sizes of a matrix product: [rows, in_features] × [in_features, out_features]."""
+
+    rows: int
+    in_features: int
+    out_features: int
+
+
 def quantized_linear(
-    tape: Tape,
-    context: HFContext,
-    x: Tensor,
-    rows: int,
-    in_features: int,
-    out_features: int,
-    name: str,
-    *,
-    in_chunks: bool = False,
+    tape: Tape, context: HFContext, x: Tensor, sizes: ProductSizes, name: str, *, in_chunks: bool = False
 ) -> Tensor:
     """bitsandbytes MatMul4Bit / GPTQ: the whole matrix is dequantised in forward and again in backward. x is cast to the
     dtype that the layer multiplies in, and the result to that of x; autocast casts both factors again, inside the product.
     Only old bitsandbytes keeps the input, and as it comes. `in_chunks`: rows are multiplied some at a time, so that results
     are there while the matrix is dequantised for the next."""
+    rows, in_features, out_features = sizes
     how, argument, given = context.linears.quantized, x, x.num_bytes // (rows * in_features)
     came_in, multiplied, product = _dtypes(context, given)
     matrix = 0 if context.linears.unpack_in_place else in_features * out_features

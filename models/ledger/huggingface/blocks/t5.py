@@ -117,6 +117,14 @@ class _Attention:
     masked: bool
 
 
+def _cached(tape: Tape, k: Tensor, v: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Keys and values in the cache, which `use_cache` turns on: `torch.cat` with an empty cache copies them."""
+    copies = ops.copy(tape, k, f"{name}.cached_k"), ops.copy(tape, v, f"{name}.cached_v")
+    for tensor in (k, v):
+        tape.hold(tensor)
+    return copies
+
+
 def _attend(
     build: BlockBuilder,
     layer: T5Layer,
@@ -135,11 +143,8 @@ def _attend(
     q = build.projection(normed, width, inner, f"{name}.q", False)
     k = key_build.projection(keys, width, inner, f"{name}.k", False)
     v = key_build.projection(keys, width, inner, f"{name}.v", False)
-    if layer.decodes and not context.backward.checkpointed:  # use_cache is on: `torch.cat` with an empty cache
-        made = (k, v)
-        k, v = ops.copy(tape, k, f"{name}.cached_k"), ops.copy(tape, v, f"{name}.cached_v")
-        for tensor in made:
-            tape.hold(tensor)
+    if layer.decodes and not context.backward.checkpointed:
+        k, v = _cached(tape, k, v, name)
     if source is None and layer.first:
         _relative_positions(build, bias, bidirectional=not layer.decodes)
     masked = source is None and layer.decodes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.tape.operations import NO_SIDE_STREAM, SideStream
-from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,12 @@ def exchanged_attention(
     return tape.operation(
         name,
         operands,
-        output,
+        Output(output, side=exchange.side),
         saves=Saved(
             operands[: exchange.keeps_inputs], output=exchange.keeps_result, extra_bytes=[*exchange.kept, *statistics]
         ),
         forward_temporary_bytes=exchange.forward,
         backward_temporary_bytes=(*exchange.backward, kernel_bytes),
-        side=exchange.side,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from peakcast.jobs.architecture import Architecture
+from peakcast.models.ledger.layouts.module_tree import SUB_LAYERS, ModulePath
 from peakcast.networks.families import family_of
 
 
@@ -31,11 +32,12 @@ def in_order_of_modules(tensors: Sequence[T], architecture: Architecture) -> lis
     for tensor in tensors:
         by_module.setdefault(tensor.module, []).append(tensor)
     ends = ("embedding", "head")
-    layers = {name: part if name in ends else sorted(part, key=_is_norm) for name, part in by_module.items()}
+    layers = {name: part if name in ends else sorted(part, key=_is_norm_of_stream) for name, part in by_module.items()}
     return [tensor for part in layers.values() for tensor in part]
 
 
-def _is_norm(tensor: _Tensor) -> bool:
-    """Whether the tensor is a norm of the residual stream. Other vectors are biases, each registered after its matrix, or
-    norms inside attention. (FSDP1's flattened pieces are all vectors, so shapes cannot tell.)"""
-    return not tensor.decays and not tensor.name.startswith(("self_attn.", "mlp."))
+def _is_norm_of_stream(tensor: _Tensor) -> bool:
+    """Whether the tensor belongs to a norm of the residual stream, which lies outside attention and feed-forward. The other
+    vectors are biases, each registered after its matrix, or belong to norms inside attention. (FSDP1's flattened pieces are
+    all vectors, so shapes cannot tell.)"""
+    return not tensor.decays and ModulePath.of(tensor.name).outermost not in SUB_LAYERS
