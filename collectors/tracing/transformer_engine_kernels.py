@@ -91,10 +91,11 @@ def generic_gemm(
 
 
 @kernel
-def te_general_grouped_gemm(*arguments: Any, **_: Any) -> Any:
+def te_general_grouped_gemm(
+    a: Any, transa: bool, b: Any, transb: bool, out: Any, out_dtype: Any, m_splits: Any, bias: Any, *_: Any, **__: Any
+) -> Any:
     """Writes into existing outputs; returns the (gradients of) biases that it got."""
-    _a, _transa, _b, _transb, _out, _out_dtype, _m_splits, biases, *_rest = arguments
-    return biases
+    return bias
 
 
 # -- norms ---------------------------------------------------------------------------------------------------------------
@@ -182,10 +183,11 @@ def get_fused_attn_backend(*_: Any) -> Any:
 
 
 @kernel
-def fused_attn_fwd(max_q: int, max_kv: int, training: bool, scale: float, *arguments: Any) -> list[Any]:
+def fused_attn_fwd(
+    max_q: int, max_kv: int, training: bool, scale: float, dropout: float, fill: bool, layout: Any, bias: Any, mask: Any,
+    softmax: Any, window: Any, cu_q: Any, cu_kv: Any, q: Any, k: Any, v: Any, dtype: Any, *rest: Any,
+) -> list[Any]:  # fmt: skip
     """[output, softmax statistics, state of the dropout] (attention.cpp)."""
-    _dropout, _fill, _layout, _bias, _mask, _softmax, _window, *tensors = arguments
-    cu_q, _cu_kv, q, _k, v, dtype, *_rest = tensors
     batch, heads = cu_q.shape[0] - 1, q.shape[-2]
     statistics = torch.empty((batch, heads, max_q, 1), dtype=torch.float32, device="cuda")
     output = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=dtype, device="cuda")
@@ -193,10 +195,12 @@ def fused_attn_fwd(max_q: int, max_kv: int, training: bool, scale: float, *argum
 
 
 @kernel
-def fused_attn_bwd(max_q: int, max_kv: int, scale: float, *arguments: Any) -> list[Any]:
+def fused_attn_bwd(
+    max_q: int, max_kv: int, scale: float, dropout: float, fill: bool, layout: Any, bias: Any, mask: Any, softmax: Any,
+    window: Any, deterministic: bool, cu_q: Any, cu_kv: Any, q: Any, k: Any, v: Any, o: Any, do: Any, dtype: Any,
+    *rest: Any,
+) -> list[Any]:  # fmt: skip
     """Gradients in the layout of q, k and v: one tensor if those are views of one; none for a bias or for sinks."""
-    _dropout, _fill, layout, _bias, _mask, _softmax, _window, _deterministic, *tensors = arguments
-    _cu_q, _cu_kv, q, k, v, _o, _do, dtype, *_rest = tensors
     name = str(layout).rsplit("_", 1)[-1]
     if name.endswith("3HD") or name.endswith("H3D"):
         place = q.dim() - 2 if name.endswith("3HD") else q.dim() - 1

@@ -12,7 +12,7 @@ from peakcast.answers.prediction import Prediction
 from peakcast.core.findings import Finding, ordered
 from peakcast.core.units import GIB
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.baseline.baseline import Ledger, baseline, usable_bytes
+from peakcast.models.baseline.baseline import Baseline, Ledger, baseline, usable_bytes
 from peakcast.models.baseline.device_memory import communicator_bytes, contexts_and_kernels_bytes
 from peakcast.models.baseline.measured_constants import outside
 from peakcast.models.baseline.reserved_findings import reserved_findings
