@@ -34,13 +34,14 @@ class CounterUses:
     """Whether data is cut by it (`tokens[position : position + length]`), so that it cannot go beyond the data."""
 
 
-def uses_of(name: str, tree: ast.Module, lines: Sequence[int]) -> CounterUses:
-    """The uses of a variable, an attribute or a key called `name` in a file, whose functions are at `lines` now."""
+def uses_of(name: str, tree: ast.Module, lines: Sequence[int], *, is_field: bool = False) -> CounterUses:
+    """The uses of a variable called `name` in a file whose functions are at `lines` now; `is_field`: of attributes and keys
+    of that name."""
     found = CounterUses()
     for node, around in _walk(tree, ()):
-        if isinstance(node, ast.For) and name in _names(node.target) and _is_at(node, lines):
+        if isinstance(node, ast.For) and name in _names(node.target) and _is_at(node, lines) and not is_field:
             found.ends += _counted_to(node.iter)
-        elif _is(node, name) and isinstance(getattr(node, "ctx", None), ast.Load):
+        elif _is(node, name, is_field=is_field) and isinstance(getattr(node, "ctx", None), ast.Load):
             _note(node, around, name, lines, found)
     return found
 
@@ -60,10 +61,12 @@ def _walk(node: ast.AST, around: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST,
         yield from _walk(child, (node, *around))
 
 
-def _is(node: ast.AST, name: str) -> bool:
+def _is(node: ast.AST, name: str, *, is_field: bool) -> bool:
+    if not is_field:
+        return isinstance(node, ast.Name) and node.id == name
     if isinstance(node, ast.Subscript):
         return isinstance(node.slice, ast.Constant) and node.slice.value == name
-    return (isinstance(node, ast.Name) and node.id == name) or (isinstance(node, ast.Attribute) and node.attr == name)
+    return isinstance(node, ast.Attribute) and node.attr == name
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -81,6 +84,8 @@ def _note(node: ast.AST, around: tuple[ast.AST, ...], name: str, lines: Sequence
     """Add one use of the counter at `node`."""
     inner, ends = node, _ends_loop(around, lines)
     for outer in around:
+        if isinstance(outer, ast.Call) and inner is outer.func:
+            return  # a method of that name
         if isinstance(outer, ast.Slice):
             found.cuts = True
         if isinstance(outer, ast.Compare):
@@ -102,10 +107,10 @@ def _does_not_count(outer: ast.AST, inner: ast.AST, name: str) -> bool:
     if isinstance(outer, ast.BinOp):
         return isinstance(outer.op, ast.Mod) and inner is outer.left
     if isinstance(outer, ast.Call):
-        return inner is not outer.func and REPORTS.search(_last_name(outer.func)) is not None
+        return REPORTS.search(_last_name(outer.func)) is not None
     if isinstance(outer, ast.Assign | ast.AnnAssign | ast.AugAssign):
         targets = outer.targets if isinstance(outer, ast.Assign) else [outer.target]
-        return any(_is(one, name) or REPORTS.search(_last_name(one)) is not None for one in targets)
+        return any(_last_name(one) == name or REPORTS.search(_last_name(one)) is not None for one in targets)
     return isinstance(outer, ast.FormattedValue)
 
 

@@ -87,7 +87,9 @@ class Counters:
         first, second, last = self._seen
         grown = {key: value - second[key] for key, value in last.items() if key in second and key in first}
         steady = {key: by for key, by in grown.items() if by > 0 and by == second[key] - first[key]}
-        return [Counter(*key, last[key], by, *_uses(key[1])) for key, by in steady.items()]
+        variables = {id(each) for frame in _own_frames() for each in (frame, frame.f_globals)}
+        uses = {key: _uses(key[1], is_field=key[0] not in variables) for key in steady}
+        return [Counter(*key, last[key], by, *uses[key]) for key, by in steady.items()]
 
     def _move(self, added: Mapping[tuple[int, str], int]) -> None:
         """Add to each number, by its owner and name: to fields at once, to variables whenever the loop has given them a new
@@ -193,14 +195,14 @@ def _variables(frame: FrameType) -> dict[str, Any]:
     return copied
 
 
-def _uses(name: str) -> tuple[CounterUses, str]:
+def _uses(name: str, *, is_field: bool) -> tuple[CounterUses, str]:
     """The uses of `name` in all own files that run, and the place of the first one."""
     found, place = CounterUses(), ""
     lines: dict[str, list[int]] = {}
     for frame in _own_frames():
         lines.setdefault(frame.f_code.co_filename, []).append(frame.f_lineno)
     for file, at in lines.items():
-        there = uses_of(name, _tree(file), at)
+        there = uses_of(name, _tree(file), at, is_field=is_field)
         place = place or (f"{short_path(file)}:{there.lines[0]}" if there.lines else "")
         found.lines += there.lines
         found.ends += there.ends

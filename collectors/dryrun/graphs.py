@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from peakcast.collectors.dryrun.noted import RunFindings, where
-from peakcast.models.allocator.caching_allocator import PRIVATE_STREAM
+from peakcast.timelines.timeline import PRIVATE_STREAM
 
 MOST_POOLS = 63
 """More pools than these share memory: a timeline has room for so many streams."""

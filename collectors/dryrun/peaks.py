@@ -10,7 +10,7 @@ import torch
 from peakcast.collectors.dryrun.noted import where
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.core.units import format_gib
-from peakcast.models.allocator.events import EMPTIED
+from peakcast.timelines.timeline import EMPTIED
 
 NOW = ("memory_allocated", "memory_reserved", "memory_cached")
 MOST = ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")

@@ -7,7 +7,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.modules import module as module_hooks
@@ -23,8 +23,24 @@ from peakcast.collectors.tracing.quantized_constants import constants_of
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
-if TYPE_CHECKING:
-    from peakcast.collectors.dryrun.later_steps import LaterSteps
+
+class LastSteps(Protocol):
+    """What leads a script to its last steps."""
+
+    counts: bool
+
+    @property
+    def began(self) -> bool:
+        """Whether it has done so."""
+
+    def end_step(self) -> None:
+        """A step has ended."""
+
+    def goes_on(self) -> bool:
+        """Whether to follow another step."""
+
+    def said(self, error: str = "") -> tuple[str, ...]:
+        """Sentences about these steps, after which they count or not. `error`: why they were not followed."""
 
 
 class ScriptSteps:
@@ -44,8 +60,7 @@ class ScriptSteps:
         self.lengths = lengths
         self.patience = patience
         self.idle = IdleSteps()
-        self.later: LaterSteps | None = None
-        """Leads the script to its last steps."""
+        self.later: LastSteps | None = None
         self.spans: list[tuple[int, int]] = []
         """(first operation, end) of each step; the first one begins with the script."""
         self.networks: list[torch.nn.Module] = []

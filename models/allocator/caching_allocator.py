@@ -29,9 +29,7 @@ from peakcast.models.allocator.rounding import (
     round_request,
 )
 from peakcast.models.allocator.segments import ADDRESS_SPACE_BYTES, Block, ExpandableSegments, Pool, Segments
-
-PRIVATE_STREAM = 65
-"""Streams from this one on stand for private pools, whose memory is not given back while what uses them is there."""
+from peakcast.timelines.timeline import PRIVATE_STREAM
 
 __all__ = ["Block", "CachingAllocator", "SimulatedOutOfMemoryError"]
 

@@ -12,11 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.core.texts import Texts
-from peakcast.timelines.timeline import Category, Timeline
+from peakcast.timelines.timeline import EMPTIED, Category, Timeline
 
 Ints = npt.NDArray[np.int64]
-EMPTIED = "empty_cache"
-"""The label of an instant at which the allocator gives its whole cache back (`torch.cuda.empty_cache`)."""
 
 compiled: Any = None
 with suppress(ImportError):  # it exists if there was a compiler when peakcast was installed

@@ -6,9 +6,8 @@ import pytest
 
 import peakcast
 from peakcast.core.units import GIB, MIB
-from peakcast.models.allocator.events import EMPTIED
 from peakcast.models.allocator.replay import replay
-from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
+from peakcast.timelines.timeline import EMPTIED, Category, Entry, Phase, Timeline
 
 SIZE = 512 * MIB
 
