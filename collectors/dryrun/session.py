@@ -66,7 +66,7 @@ class Session:
 
     def _stand_in_for_gpus(self, device: Device, own: torch.device, tracer: Tracer) -> None:
         """Let the process see a node of GPUs of type `device`, whose own one is `own`."""
-        from peakcast.collectors.dryrun import default_types, gpu, programs
+        from peakcast.collectors.dryrun import default_types, gpu, node, programs
         from peakcast.collectors.dryrun.peaks import Peaks
 
         num_gpus = self.question["ranks_per_node"]
@@ -74,6 +74,7 @@ class Session:
         gpu.install(device, num_gpus, own, self.peaks)
         default_types.install()
         programs.install(Path(self.question["folder"]), device, gpu.name_of(device), num_gpus)
+        node.install(device, gpu.name_of(device), num_gpus, self.peaks)
 
     def _stand_in_for_files(self) -> None:
         """Give the script files that this machine lacks: data, tokenizers, packages; shorten the reading of large ones."""
