@@ -30,6 +30,8 @@ class CounterUses:
     """What it is compared with, or counts to, where the loop ends."""
     thresholds: list[ast.expr] = field(default_factory=list)
     """What it is compared with elsewhere."""
+    turns: list[int] = field(default_factory=list)
+    """Lines of conditions on it below which more is done than to report."""
     cuts: bool = False
     """Whether data is cut by it (`tokens[position : position + length]`), so that it cannot go beyond the data."""
 
@@ -93,12 +95,29 @@ def _note(node: ast.AST, around: tuple[ast.AST, ...], name: str, lines: Sequence
             (found.ends if ends else found.thresholds).extend(others)
             if ends:
                 return
+            if _turns(next(one for one in around if isinstance(one, ast.stmt))):
+                found.turns.append(node.lineno)  # type: ignore[attr-defined]
         if _does_not_count(outer, inner, name):
             return
         if isinstance(outer, ast.stmt):
             break
         inner = outer
     found.lines.append(node.lineno)  # type: ignore[attr-defined]
+
+
+def _turns(statement: ast.stmt) -> bool:
+    """Whether a statement is a condition below which more is done than to report, to save or to go on."""
+    if not isinstance(statement, ast.If):
+        return False
+    calls = (one.value for one in statement.body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call))
+    reports = sum(REPORTS.search(_last_name(call.func)) is not None for call in calls)
+    return reports + sum(isinstance(one, ast.Pass | ast.Continue) for one in statement.body) < len(statement.body)
+
+
+def targets_at(tree: ast.Module, lines: Sequence[int]) -> list[str]:
+    """The variables of the loops that run where a file's functions are at `lines`."""
+    loops = (node for node in ast.walk(tree) if isinstance(node, ast.For) and _is_at(node, lines))
+    return [name for loop in loops for name in sorted(_names(loop.target))]
 
 
 def _does_not_count(outer: ast.AST, inner: ast.AST, name: str) -> bool:

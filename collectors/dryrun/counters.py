@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from peakcast.collectors.dryrun.counter_uses import CounterUses, is_plain, uses_of
+from peakcast.collectors.dryrun.counter_uses import CounterUses, is_plain, targets_at, uses_of
 from peakcast.collectors.dryrun.noted import is_of_script, short_path
 
 LEFT = 3
@@ -80,6 +80,18 @@ class Counters:
         self._move({(one.owner, one.name): skipped * one.by for one in found})
         number = deciding.value + skipped * deciding.by
         return Lead(skipped, deciding.name, number, deciding.place)
+
+    def unmoved(self) -> list[tuple[str, str]]:
+        """(name, place of a condition on it) of the variables of outer loops that have had one value, such as epochs."""
+        moved = {name for counted in self._moved.values() for name in counted} | {one.name for one in self._found()}
+        found = []
+        for file, at in _lines().items():
+            for name in dict.fromkeys(targets_at(_tree(file), at)):
+                values = {now.get((owner, name)) for now in self._seen for owner, key in now if key == name}
+                turns = uses_of(name, _tree(file), at).turns
+                if name not in moved and turns and len(values) == 1 and values != {None}:
+                    found.append((name, f"{short_path(file)}:{turns[0]}"))
+        return found
 
     def _found(self) -> list[Counter]:
         if len(self._seen) < 3:
@@ -195,13 +207,18 @@ def _variables(frame: FrameType) -> dict[str, Any]:
     return copied
 
 
-def _uses(name: str, *, is_field: bool) -> tuple[CounterUses, str]:
-    """The uses of `name` in all own files that run, and the place of the first one."""
-    found, place = CounterUses(), ""
+def _lines() -> dict[str, list[int]]:
+    """The script's own files that run -> the lines that their functions are at."""
     lines: dict[str, list[int]] = {}
     for frame in _own_frames():
         lines.setdefault(frame.f_code.co_filename, []).append(frame.f_lineno)
-    for file, at in lines.items():
+    return lines
+
+
+def _uses(name: str, *, is_field: bool) -> tuple[CounterUses, str]:
+    """The uses of `name` in all own files that run, and the place of the first one."""
+    found, place = CounterUses(), ""
+    for file, at in _lines().items():
         there = uses_of(name, _tree(file), at, is_field=is_field)
         place = place or (f"{short_path(file)}:{there.lines[0]}" if there.lines else "")
         found.lines += there.lines

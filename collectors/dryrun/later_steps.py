@@ -96,6 +96,12 @@ class LaterSteps:
             return False
         peak = self._peak()
         kept = {name: _copied(getattr(steps, name)) for name in OF_STEPS}
+        for name, place in self._counters.unmoved():
+            sentence = (
+                f"{place} asks for {name}, which had one value in the steps that were followed: what changes with it "
+                "later is not counted."
+            )
+            self._notes.add(CODE, "command", sentence, "more")
         self._lead = self._counters.lead()
         if self._lead is None:
             return False

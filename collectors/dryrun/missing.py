@@ -257,7 +257,7 @@ MADE_UP = re.compile(r"peakcast: (?P<sentence>the data of .* is not here: .* sto
 
 
 def _of_rows(lines: Sequence[str]) -> str:
-    found = [match["sentence"] for line in lines if (match := MADE_UP.fullmatch(line.strip())) is not None]
+    found = [match["sentence"] for line in lines if (match := MADE_UP.search(line)) is not None]
     if not found:
         return ""
     return (

@@ -28,7 +28,12 @@ def install(device: Device, name: str, num_gpus: int, peaks: Peaks) -> None:
     """Answer in this process as a node with `num_gpus` GPUs of type `device`, which CUDA calls `name`."""
     _say_that_ports_are_free()
     _sleep_shortly()
-    when_imported("pynvml", lambda module: vars(module).update(_answers_of_nvml(device, name, num_gpus, peaks)))
+
+    def answer(module: Any) -> None:
+        for function, stand_in in _answers_of_nvml(device, name, num_gpus, peaks).items():
+            setattr(module, function, stand_in)
+
+    when_imported("pynvml", answer)
 
 
 def _say_that_ports_are_free() -> None:
@@ -55,6 +60,7 @@ def _say_that_ports_are_free() -> None:
 
 
 def _sleep_shortly() -> None:
+    clock: Any = time
     sleep = time.sleep
 
     def sleep_shortly(seconds: float) -> None:
@@ -62,7 +68,7 @@ def _sleep_shortly() -> None:
         asked_by_script = is_of_script(sys._getframe(1).f_code.co_filename)
         sleep(min(seconds, MOST_SECONDS) if in_main and asked_by_script and not _has_children() else seconds)
 
-    time.sleep = sleep_shortly
+    clock.sleep = sleep_shortly
 
 
 def _has_children() -> bool:

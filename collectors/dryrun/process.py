@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from peakcast import collectors
 from peakcast.collectors.dryrun import sent_functions, warm
 from peakcast.collectors.dryrun.children import ASKED
 from peakcast.collectors.dryrun.command import TrainingCommand
@@ -108,6 +109,7 @@ def run(
 
     Raises: ScriptError when the script fails, never steps, or needs more than `limits`.
     """
+    start = time.monotonic()
     asked = {
         "rank": rank,
         "gpu": gpu,
@@ -117,8 +119,8 @@ def run(
         "lengths_change": lengths is not None and lengths[0] < lengths[1],
         "memory_bytes": limits.memory_bytes,
         "seconds": limits.seconds,
+        "until": start + limits.seconds,
     }
-    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="peakcast-dryrun-") as name:
         folder = Path(name)
         with started(command, asked, folder, function) as process:
@@ -237,7 +239,9 @@ def _wait(process: Process, deadline: float, log: Path, answer: Path, output: Ca
 def _answer(code: int | None, folder: Path, command: TrainingCommand, limits: DryRunLimits, seconds: float) -> RankReport:
     if code != 0:
         lines = _last_lines(folder / LOG)
-        raise ScriptError(_why(code, command, limits, lines), command.script, lines[-MOST_LINES:])
+        dumped = (number for number, line in enumerate(lines) if line.startswith("Timeout (0:"))
+        shown = lines[: next(dumped, len(lines))]
+        raise ScriptError(_why(code, command, limits, lines), command.script, shown[-MOST_LINES:])
     answer = json.loads((folder / ANSWER).read_text(encoding="utf-8"))
     return RankReport(
         timelines={step: timeline_from_mapping(mapping) for step, mapping in answer["timelines"].items()},
@@ -274,6 +278,19 @@ def _without_launcher(lines: list[str]) -> list[str]:
     return lines
 
 
+DUMPED = re.compile(r'  File "(?P<file>[^"<]+)", line (?P<line>\d+) in ')
+"""A line of what faulthandler prints (`collectors/dryrun/session.py`), of the main thread last and the innermost first."""
+
+
+def _line_at_the_end(lines: list[str]) -> str:
+    """The script's own line that the main thread was at when the time was nearly up; "" if it is not known."""
+    threads = [number for number, line in enumerate(lines) if line.endswith("(most recent call first):")]
+    frames = filter(None, map(DUMPED.match, lines[max(threads, default=len(lines)) :]))
+    own = (found for found in frames if not any(part in found["file"] for part in (*LIBRARIES, _OURS)))
+    return next((f"{found['file']}:{found['line']}" for found in own), "")
+
+
+_OURS = os.path.join(os.path.dirname(os.path.abspath(collectors.__file__)), "")
 FRAME = re.compile(r'  File "(?P<file>[^"<]+)", line (?P<line>\d+), in ')
 LIBRARIES = ("site-packages", "dist-packages", os.path.join("lib", "python"))
 
@@ -291,8 +308,9 @@ def _own_line(lines: list[str]) -> str:
 def _why(code: int | None, command: TrainingCommand, limits: DryRunLimits, lines: list[str]) -> str:
     script = command.script
     if code is None:
+        at = f", and was at {line}" if (line := _line_at_the_end(lines)) else ""
         return (
-            f"{script} had not ended its third optimizer step after {limits.seconds:g} s; give it more time "
+            f"{script} had not ended its third optimizer step after {limits.seconds:g} s{at}; give it more time "
             "(--timeout-seconds), or a smaller step."
         )
     if code == NEVER_STEPPED:

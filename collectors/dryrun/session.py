@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 ANSWERED, CRASHED, NEVER_STEPPED = 0, 10, 11
 """Exit codes of the process: it answered, the script raised an error, the script ended before an optimizer stepped."""
+SAYS_SECONDS = 1.0
+"""So long before its time is up, a run prints where it is."""
 
 
 class Session:
@@ -48,6 +52,8 @@ class Session:
         device = catalog.gpu(asked["gpu"])
         self.notes, tracer = RunFindings(), self.tracer(device)
         own = torch.device("cuda", asked["rank"] % asked["ranks_per_node"])
+        if (left := asked.get("until", 0.0) - time.monotonic() - SAYS_SECONDS) > 0:
+            faulthandler.dump_traceback_later(left)
         self._stand_in_for_gpus(device, own, tracer)
         self._stand_in_for_files()
         self._stand_in_for_ranks(device, tracer)

@@ -170,6 +170,14 @@ def test_time_is_bounded():
     assert time.monotonic() - started < 20
 
 
+def test_where_a_script_was_when_its_time_was_up_is_said(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text("import os, time\nprint('begins')\nwhile not os.path.exists('never'):\n    time.sleep(1)\n")
+    with pytest.raises(ScriptError, match=r"waits\.py:[34]; give it more time") as caught:
+        peakcast.dryrun(["python", str(script)], "A100-80GB", timeout_seconds=15)
+    assert caught.value.last_lines == ["begins"]
+
+
 def test_a_script_that_sleeps_is_not_waited_for():
     def patient():
         time.sleep(60)

@@ -130,6 +130,24 @@ def test_an_error_in_later_steps_is_said_and_the_first_ones_are_answered():
     assert said.direction == "more"
 
 
+def test_a_condition_on_an_outer_loop_that_has_not_turned_is_said():
+    def train():
+        import torch
+
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in range(3):
+            if epoch == 1:
+                model[0].requires_grad_(True)
+            if epoch == 2:
+                print("nearly there")
+            for _ in range(STEPS):
+                one_step(model, optimizer, 128)
+
+    [said] = [one.sentence for one in peakcast.dryrun(train, "H100-80GB").answer.found if "asks for epoch" in one.sentence]
+    assert "had one value in the steps that were followed" in said
+
+
 def uses(name, source, line=2):
     return uses_of(name, ast.parse(source), [line])
 
@@ -164,6 +182,12 @@ def test_where_a_loop_ends_is_read_from_its_range_and_its_conditions():
     elsewhere = uses("step", "def rate(step):\n    if step < 5: return 1\nfor step in range(9):\n    go()", line=4)
     assert [ast.unparse(one) for one in elsewhere.ends] == ["9"]
     assert [ast.unparse(one) for one in elsewhere.thresholds] == ["5"]
+
+
+def test_fields_and_variables_of_one_name_are_told_apart():
+    source = "for step in range(9):\n    optimizer.step()\n    state.step += 1\n    grow(state.step)"
+    assert not uses("step", source).lines
+    assert uses_of("step", ast.parse(source), [2], is_field=True).lines == [4]
 
 
 def test_data_that_is_cut_by_a_counter_keeps_it_where_it_is():
