@@ -24,6 +24,8 @@ LEFT = 3
 """The steps before the loop's end that are left to follow: two that are whole, and what scripts do with the last one."""
 UNBOUNDED = 10_000
 """So many steps a counter is led on where the script does not say how far it counts."""
+OF_LIBRARIES = ("global_step", "global_steps")
+"""Fields in which Trainers and engines of libraries count steps."""
 FEWEST = 2
 """Steps to skip for which nothing is led on."""
 
@@ -82,7 +84,8 @@ class Counters:
         return Lead(skipped, deciding.name, number, deciding.place)
 
     def unmoved(self) -> list[tuple[str, str]]:
-        """(name, place of a condition on it) of the variables of outer loops that have had one value, such as epochs."""
+        """(name, a place that asks for it) of the variables of outer loops that have had one value, such as epochs, and of
+        a library's own counters."""
         moved = {name for counted in self._moved.values() for name in counted} | {one.name for one in self._found()}
         found = []
         for file, at in _lines().items():
@@ -91,6 +94,9 @@ class Counters:
                 turns = uses_of(name, _tree(file), at).turns
                 if name not in moved and turns and len(values) == 1 and values != {None}:
                     found.append((name, f"{short_path(file)}:{turns[0]}"))
+            for name in sorted(set(OF_LIBRARIES) - moved):
+                lines = uses_of(name, _tree(file), at, is_field=True).lines
+                found += [(name, f"{short_path(file)}:{lines[0]}")] if lines else []
         return found
 
     def _found(self) -> list[Counter]:

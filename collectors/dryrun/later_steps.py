@@ -94,18 +94,17 @@ class LaterSteps:
         steps = self._steps
         if time.monotonic() > self._until or signal.getsignal(signal.SIGALRM) != signal.SIG_DFL:
             return False
-        peak = self._peak()
-        kept = {name: _copied(getattr(steps, name)) for name in OF_STEPS}
+        lead = self._counters.lead()
         for name, place in self._counters.unmoved():
             sentence = (
-                f"{place} asks for {name}, which had one value in the steps that were followed: what changes with it "
-                "later is not counted."
+                f"{place} asks for {name}, and only the first steps were followed: what changes with it later is not "
+                "counted."
             )
             self._notes.add(CODE, "command", sentence, "more")
-        self._lead = self._counters.lead()
-        if self._lead is None:
+        if lead is None:
             return False
-        self._before, self._peak_bytes = kept, peak
+        self._lead, self._peak_bytes = lead, self._peak()
+        self._before = {name: _copied(getattr(steps, name)) for name in OF_STEPS}
         self._lists = [(one, [*one]) for one in (steps.lengths.of_steps, self._notes.findings, steps.evaluations.seen)]
         signal.signal(signal.SIGALRM, lambda *_: self._finish())
         taken = time.monotonic() - self._began

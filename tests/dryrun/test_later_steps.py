@@ -145,7 +145,23 @@ def test_a_condition_on_an_outer_loop_that_has_not_turned_is_said():
                 one_step(model, optimizer, 128)
 
     [said] = [one.sentence for one in peakcast.dryrun(train, "H100-80GB").answer.found if "asks for epoch" in one.sentence]
-    assert "had one value in the steps that were followed" in said
+    assert "only the first steps were followed" in said
+
+
+def test_a_condition_on_a_library_s_counter_is_said():
+    def train():
+        import types
+
+        import torch
+
+        model, state = network(), types.SimpleNamespace(global_step=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            one_step(model, optimizer, 128 if state.global_step < 100 else 2048)
+
+    found = peakcast.dryrun(train, "H100-80GB").answer.found
+    [said] = [one.sentence for one in found if "asks for global_step" in one.sentence]
+    assert "only the first steps were followed" in said
 
 
 def uses(name, source, line=2):
