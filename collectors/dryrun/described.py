@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from peakcast.collectors.dryrun.losses import loss_of, packages
 from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.steps import ScriptSteps
 from peakcast.collectors.dryrun.unsaid import unsaid
-from peakcast.collectors.dryrun.wrapped import DTYPES, layout, mixed, of_deepspeed, offloads, shape_of
+from peakcast.collectors.dryrun.wrapped import DTYPES, layout, mixed, of_deepspeed, offloads
 
 OPTIMIZERS = {
     "adamw": "adamw", "adam": "adam", "sgd": "sgd", "adafactor": "adafactor", "muon": "muon", "lion": "lion",
@@ -146,10 +146,10 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
             return read
         except PeakcastError:
             pass
-    matrices = [shape for one in network.parameters() if len(shape := shape_of(one)) == 2] or [(1, 1)]
+    matrices = [shape for shape in _whole_shapes(network) if len(shape) == 2] or [(1, 1)]
     widths = Counter(size for shape in matrices for size in shape if size > 1) or Counter([1])
     hidden = widths.most_common(1)[0][0]
-    tables = [shape_of(part.weight)[0] for part in network.modules() if isinstance(part, torch.nn.Embedding)]
+    tables = [part.num_embeddings for part in network.modules() if isinstance(part, torch.nn.Embedding)]
     vocabulary = max(tables, default=max(widths))
     inner = max((width for width in widths if width != vocabulary), default=hidden)
     lists = [part for part in network.modules() if isinstance(part, (torch.nn.ModuleList, torch.nn.Sequential))]
@@ -169,10 +169,18 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
     }
 
 
+def _whole_shapes(network: torch.nn.Module) -> Iterator[tuple[int, ...]]:
+    """The shapes that weights had before FSDP1 or ZeRO-3 left a rank's part of them."""
+    for part in network.modules():
+        flat = getattr(vars(part).get("_handle"), "flat_param", None)
+        yield from map(tuple, getattr(flat, "_shapes", ()))
+    yield from (tuple(getattr(one, "ds_shape", one.shape)) for one in network.parameters())
+
+
 def _bare(network: torch.nn.Module) -> torch.nn.Module:
     """`network` without what Lightning, DDP and `torch.compile` put around it."""
     network = network._modules.get("_original_module") or network
-    for wrapper in ("module", "_orig_mod", "module"):
+    for wrapper in ("module", "_orig_mod", "module", "_fsdp_wrapped_module"):
         inner = network._modules.get(wrapper)
         network = network if inner is None or len(network._modules) > 1 else inner
     return network

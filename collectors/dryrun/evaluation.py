@@ -42,7 +42,8 @@ class Evaluations:
 
     def __init__(self, tracer: Tracer, notes: RunFindings, *, skip: bool) -> None:
         self._tracer, self._notes, self._skip = tracer, notes, skip
-        self._seen: list[_Evaluation] = []
+        self.seen: list[_Evaluation] = []
+        """Those of the run, in order."""
         self._lines: set[int] = set()
         """Lines of the script that have put a network into evaluation mode."""
 
@@ -64,10 +65,10 @@ class Evaluations:
 
     def forward_begins(self, network: torch.nn.Module) -> bool:
         """Note that an outermost forward begins. Returns whether training goes on after an evaluation with it."""
-        running = self._seen[-1] if self._seen and self._seen[-1].stop is None else None
+        running = self.seen[-1] if self.seen and self.seen[-1].stop is None else None
         if _evaluates(network):
             if running is None:
-                self._seen.append(_Evaluation(network, where(), self._tracer.now))
+                self.seen.append(_Evaluation(network, where(), self._tracer.now))
             self._run_few(network)
         if running is None or not torch.is_grad_enabled():
             return False
@@ -92,9 +93,9 @@ class Evaluations:
         """Whether to go on with an outermost forward of `network` after enough steps: while an evaluation runs, and if no
         step has ended since the first one did, as scripts that warm up undo everything before it. `ended`: the operation
         at which the last step ended."""
-        if self._skip or not self._seen:
+        if self._skip or not self.seen:
             return False
-        return _evaluates(network) or self._stop(self._seen[0]) >= ended
+        return _evaluates(network) or self._stop(self.seen[0]) >= ended
 
     def say_idle(self, steps: int) -> None:
         """Say that the network is not trained between the `steps` that were followed and the evaluation."""
@@ -109,7 +110,7 @@ class Evaluations:
     def come_later(self) -> bool:
         """Whether the script has an evaluation that has not begun yet. A line that has run already, before the first step,
         is of a network that is not trained, such as a teacher."""
-        if self._skip or self._seen:
+        if self._skip or self.seen:
             return False
         lines = enumerate(text_of_script().splitlines(), 1)
         return any(".eval()" in line and number not in self._lines for number, line in lines)
@@ -117,7 +118,7 @@ class Evaluations:
     def said(self, trained: set[int], end: int) -> tuple[str, ...]:
         """Sentences about what was counted, once everything has run. An evaluation that is to be skipped is removed from
         the tracer. `trained`: the `id`s of the parameters that optimizers have; `end`: that of the last step."""
-        found = [one for one in self._seen if any(id(parameter) in trained for parameter in one.network.parameters())]
+        found = [one for one in self.seen if any(id(parameter) in trained for parameter in one.network.parameters())]
         if self.come_later:
             self._notes.add(CODE, PARAMETER, LATER, "more")
         if not found:
@@ -137,7 +138,7 @@ class Evaluations:
 
     def fullest(self) -> tuple[int, int] | None:
         """(first operation, end) of the evaluation with most bytes; None if none counts."""
-        spans = [(one.start, self._stop(one)) for one in self._seen]
+        spans = [(one.start, self._stop(one)) for one in self.seen]
         if self._skip or not spans:
             return None
         return max(spans, key=lambda span: self._tracer.timeline(*span).peak().num_bytes)

@@ -41,7 +41,7 @@ NCCL_VERSION = (2, 27, 5)
 COMPILING = "torch._dynamo.variables."
 """The modules in which Dynamo calls functions whose answers become constants of compiled code."""
 SILENT = (
-    *("init", "_lazy_init", "empty_cache", "set_device", "manual_seed", "manual_seed_all", "ipc_collect"),
+    *("init", "_lazy_init", "set_device", "manual_seed", "manual_seed_all", "ipc_collect"),
     *("set_rng_state", "seed", "seed_all"),
     *(
         "reset_accumulated_memory_stats",
@@ -117,7 +117,6 @@ def _answer(device: Device, gpus_per_node: int, own: torch.device) -> None:
         "get_device_properties": inductor.PROPERTIES,
         "is_bf16_supported": (major, minor) >= (8, 0),
         "get_arch_list": [f"sm_{major}{minor}"],
-        "is_current_stream_capturing": False,
         "can_device_access_peer": True,
         "memory_summary": "",
         "memory_snapshot": [],
@@ -145,7 +144,7 @@ def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:
         "device_count": gpus_per_node,
         "current_device_index": own.index,
         "current_device_idx": own.index,
-        **dict.fromkeys(("set_device_index", "set_device_idx", "empty_cache")),
+        **dict.fromkeys(("set_device_index", "set_device_idx")),
     }.items():
         if hasattr(accelerator, question):
             setattr(accelerator, question, _to_scripts(_always(answer), getattr(accelerator, question)))

@@ -42,6 +42,8 @@ WRITERS = {".json": "to_json", ".parquet": "to_parquet", ".csv": "to_csv"}
 PACKAGE = re.compile(r".*No (module named '|package metadata was found for )(?P<name>[\w.-]+)")
 EXTENSION = re.compile(r"(_cuda|_cuda_lib|_C|_ext|_kernels?)$|^(amp_C|rotary_emb|dropout_layer_norm)$")
 """Names of modules that are compiled for a GPU: selective_scan_cuda, causal_conv1d_cuda, xentropy_cuda_lib."""
+BACKEND = re.compile(r"\s*(\S*Error: *)?(?P<what>\w+) requires the (?P<name>[\w.]+) library but it was not found in your")
+"""What transformers says of a class whose package is absent."""
 VARIABLE = re.compile(r"KeyError: '(?P<name>[A-Z][A-Z0-9_]*)'")
 PIP_NAMES = {
     "yaml": "pyyaml",
@@ -103,6 +105,12 @@ def _of_environment(lines: Sequence[str]) -> str:
         return (
             f"The Python that runs it has no module {found['name']}: install it there (pip install {package}); a module of "
             "the script's own is found from the folder in which it is started."
+        )
+    if (found := next(filter(None, map(BACKEND.match, lines[-6:])), None)) is not None:
+        package = PIP_NAMES.get(found["name"], found["name"].lower())
+        return (
+            f"The Python that runs it has no {found['name']}, which {found['what']} needs: install that there (pip install "
+            f"{package}), of the release for the torch that is there where it has compiled code."
         )
     if (found := VARIABLE.match(last)) is not None and any("environ" in line for line in lines):
         return f"It reads the environment variable {found['name']}: put {found['name']}=... before the command."
@@ -249,7 +257,7 @@ MADE_UP = re.compile(r"peakcast: (?P<sentence>the data of .* is not here: .* sto
 
 
 def _of_rows(lines: Sequence[str]) -> str:
-    found = [match["sentence"] for line in lines if (match := MADE_UP.fullmatch(line.strip())) is not None]
+    found = [match["sentence"] for line in lines if (match := MADE_UP.search(line)) is not None]
     if not found:
         return ""
     return (

@@ -72,7 +72,7 @@ def where() -> str:
             continue
         line = f":{frame.f_lineno}"
         if is_own(file):
-            return _short(file) + line
+            return short_path(file) + line
         first = first or ("" if file.startswith(_LIBRARY) else _within_package(file) + line)
     return first or "the script"
 
@@ -106,7 +106,12 @@ def is_own(file: str) -> bool:
     return os.path.abspath(file).startswith(own) and not os.path.abspath(file).startswith(installed)
 
 
-def _short(file: str) -> str:
+def is_of_script(file: str) -> bool:
+    """Whether `file` belongs to the script, also where the script lies beside this package."""
+    return not file.startswith(("<", *_MACHINERY)) and is_own(file)
+
+
+def short_path(file: str) -> str:
     """The path of the script's own `file`, from the folder in which it was started or else from the script's."""
     near = os.path.relpath(file)
     return near if not near.startswith(os.pardir) else os.path.relpath(file, os.path.dirname(os.path.abspath(sys.argv[0])))

@@ -10,6 +10,7 @@ import torch
 from peakcast.collectors.dryrun.noted import where
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.core.units import format_gib
+from peakcast.timelines.timeline import EMPTIED
 
 NOW = ("memory_allocated", "memory_reserved", "memory_cached")
 MOST = ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
@@ -34,6 +35,7 @@ class Peaks:
             **dict.fromkeys(MOST, self.most),
             **dict.fromkeys(RESETS, self.reset),
             "memory_stats": lambda: _Statistics(self),
+            "empty_cache": self.empty,
         }
         for module in (torch.cuda, torch.cuda.memory, torch.accelerator):
             for name in answers.keys() & vars(module).keys():
@@ -50,6 +52,10 @@ class Peaks:
     def reset(self) -> None:
         """Count the peak anew."""
         self._resets.append((where(), self._tracer.now))
+
+    def empty(self) -> None:
+        """The allocator's cache is given back."""
+        self._tracer.launched(EMPTIED, ())
 
     def said(self, end: int) -> tuple[str, ...]:
         """For each place that resets the peak, which one holds from there to the next reset, if the whole run's, up to the

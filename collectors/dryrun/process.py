@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from peakcast import collectors
 from peakcast.collectors.dryrun import sent_functions, warm
 from peakcast.collectors.dryrun.children import ASKED
 from peakcast.collectors.dryrun.command import TrainingCommand
@@ -120,20 +121,26 @@ def run(command: TrainingCommand, question: DryRunQuestion, output: Callable[[st
     Raises: ScriptError when the script fails, never steps, or needs more than the question's limits.
     """
     start, limits = time.monotonic(), question.limits
+    ends = start + limits.seconds
     with tempfile.TemporaryDirectory(prefix="peakcast-dryrun-") as name:
         folder = Path(name)
-        with started(command, question, folder) as process:
-            code = _wait(process, start + limits.seconds, folder / LOG, folder / ANSWER, output)
+        with started(command, question, folder, ends) as process:
+            code = _wait(process, ends, folder / LOG, folder / ANSWER, output)
         return _answer(code, folder, command, limits, time.monotonic() - start)
 
 
 @contextmanager
-def started(command: TrainingCommand, question: DryRunQuestion, folder: Path) -> Iterator[Process]:
+def started(
+    command: TrainingCommand, question: DryRunQuestion, folder: Path, ends: float | None = None
+) -> Iterator[Process]:
     """A context with a process that runs `command` and writes its answer to `question` to the file `ANSWER` of `folder`. At
-    the end of the context, the process and everything that it has started are ended."""
+    the end of the context, the process and everything that it has started are ended. `ends`: the time (`time.monotonic`)
+    at which it will be ended; shortly before, it says where the script is."""
     log, path = folder / LOG, folder / "question.json"
     own = {field: getattr(command, field) for field in ASKED}
     asked: dict[str, Any] = {**own, **question.to_mapping(), "folder": str(folder), "answer": str(folder / ANSWER)}
+    if ends is not None:
+        asked["until"] = ends
     if command.function is not None:
         asked |= _for_a_copy(command.function, folder) | {"output": str(log)}
     log.touch()
@@ -236,7 +243,9 @@ def _wait(process: Process, deadline: float, log: Path, answer: Path, output: Ca
 def _answer(code: int | None, folder: Path, command: TrainingCommand, limits: DryRunLimits, seconds: float) -> RankReport:
     if code != 0:
         lines = _last_lines(folder / LOG)
-        raise ScriptError(_why(code, command, limits, lines), command.script, lines[-MOST_LINES:])
+        dumped = (number for number, line in enumerate(lines) if line.startswith("Timeout (0:"))
+        shown = lines[: next(dumped, len(lines))]
+        raise ScriptError(_why(code, command, limits, lines), command.script, shown[-MOST_LINES:])
     answer = json.loads((folder / ANSWER).read_text(encoding="utf-8"))
     return RankReport(
         timelines={step: timeline_from_mapping(mapping) for step, mapping in answer["timelines"].items()},
@@ -273,6 +282,19 @@ def _without_launcher(lines: list[str]) -> list[str]:
     return lines
 
 
+DUMPED = re.compile(r'  File "(?P<file>[^"<]+)", line (?P<line>\d+) in ')
+"""A line of what faulthandler prints (`collectors/dryrun/session.py`), of the main thread last and the innermost first."""
+
+
+def _line_at_the_end(lines: list[str]) -> str:
+    """The script's own line that the main thread was at when the time was nearly up; "" if it is not known."""
+    threads = [number for number, line in enumerate(lines) if line.endswith("(most recent call first):")]
+    frames = filter(None, map(DUMPED.match, lines[max(threads, default=len(lines)) :]))
+    own = (found for found in frames if not any(part in found["file"] for part in (*LIBRARIES, _OURS)))
+    return next((f"{found['file']}:{found['line']}" for found in own), "")
+
+
+_OURS = os.path.join(os.path.dirname(os.path.abspath(collectors.__file__)), "")
 FRAME = re.compile(r'  File "(?P<file>[^"<]+)", line (?P<line>\d+), in ')
 LIBRARIES = ("site-packages", "dist-packages", os.path.join("lib", "python"))
 
@@ -290,8 +312,9 @@ def _own_line(lines: list[str]) -> str:
 def _why(code: int | None, command: TrainingCommand, limits: DryRunLimits, lines: list[str]) -> str:
     script = command.script
     if code is None:
+        at = f", and was at {line}" if (line := _line_at_the_end(lines)) else ""
         return (
-            f"{script} had not ended its third optimizer step after {limits.seconds:g} s; give it more time "
+            f"{script} had not ended its third optimizer step after {limits.seconds:g} s{at}; give it more time "
             "(--timeout-seconds), or a smaller step."
         )
     if code == NEVER_STEPPED:

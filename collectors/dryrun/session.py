@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 ANSWERED, CRASHED, NEVER_STEPPED = 0, 10, 11
 """Exit codes of the process: it answered, the script raised an error, the script ended before an optimizer stepped."""
+SAYS_SECONDS = 1.0
+"""So long before its time is up, a run prints where it is."""
 
 
 class Session:
@@ -33,6 +37,8 @@ class Session:
         self.question = question
         self.overlay = overlay
         self.answer_file = Path(question["answer"])
+        self.error = ""
+        """The error that ended the script after enough of it was followed."""
 
     def run(self, program: Callable[[], object]) -> NoReturn:
         """Run `program`, and end the process with its answer or its failure."""
@@ -46,6 +52,8 @@ class Session:
         device = catalog.gpu(asked["gpu"])
         self.notes, tracer = RunFindings(), self.tracer(device)
         own = torch.device("cuda", asked["rank"] % asked["ranks_per_node"])
+        if (left := asked.get("until", 0.0) - time.monotonic() - SAYS_SECONDS) > 0:
+            faulthandler.dump_traceback_later(left)
         self._stand_in_for_gpus(device, own, tracer)
         self._stand_in_for_files()
         self._stand_in_for_ranks(device, tracer)
@@ -58,13 +66,13 @@ class Session:
         with inductor.when_asked(tracer), mode, tracer, torch.autograd.set_multithreading_enabled(False):
             code = self._run(program)
         self.steps.close()
-        if self.steps.spans and code == ANSWERED:
+        if self.steps.spans and (code == ANSWERED or self._has_enough()):
             self.finish()
         end(code or (ANSWERED if asked.get("is_child") else NEVER_STEPPED))
 
     def _stand_in_for_gpus(self, device: Device, own: torch.device, tracer: Tracer) -> None:
         """Let the process see a node of GPUs of type `device`, whose own one is `own`."""
-        from peakcast.collectors.dryrun import default_types, gpu, programs
+        from peakcast.collectors.dryrun import default_types, gpu, node, programs
         from peakcast.collectors.dryrun.peaks import Peaks
 
         num_gpus = self.question["ranks_per_node"]
@@ -72,6 +80,7 @@ class Session:
         gpu.install(device, num_gpus, own, self.peaks)
         default_types.install()
         programs.install(Path(self.question["folder"]), device, gpu.name_of(device), num_gpus)
+        node.install(device, gpu.name_of(device), num_gpus, self.peaks)
 
     def _stand_in_for_files(self) -> None:
         """Give the script files that this machine lacks: data, tokenizers, packages; shorten the reading of large ones."""
@@ -122,7 +131,7 @@ class Session:
         outside.install(self.notes)
         generation.install(self.notes)
         rewards.install(self.notes)
-        graphs.install(self.notes)
+        graphs.install(self.notes, lambda: self.steps.replayed())
         Children(self.question).install()
         programs.install_python(self.question)
         RankCounts(self.question, self.notes).install()
@@ -155,10 +164,16 @@ class Session:
             end(130)
         except BaseException as error:
             self.failed(error)
-            if self.steps.idle.began:  # enough was followed, and a loop may need the gradients that idle steps lack
+            if self._has_enough():
+                self.error = f"{type(error).__name__}: {error}"
                 self.finish()
             return CRASHED
         return ANSWERED
+
+    def _has_enough(self) -> bool:
+        """Whether enough was followed, and only idle steps, whose loop may need the gradients that they lack, or later ones
+        are to come."""
+        return self.steps.idle.began or (self.steps.later is not None and self.steps.later.began)
 
     def tracer(self, device: Device) -> Tracer:
         """The tracer of what is allocated on `device`."""
@@ -170,9 +185,13 @@ class Session:
 
     def follow(self, *parts: Any) -> ScriptSteps:
         """The follower of the script's steps, made from `parts`."""
+        from peakcast.collectors.dryrun.later_steps import LaterSteps
         from peakcast.collectors.dryrun.steps import ScriptSteps
 
-        return ScriptSteps(*parts)
+        steps = ScriptSteps(*parts)
+        if not self.question["lengths_change"]:
+            steps.later = LaterSteps(steps, self.notes, self.finish, self.question["seconds"])
+        return steps
 
     def failed(self, error: BaseException) -> None:
         """Report that the script has raised an error."""
@@ -192,6 +211,7 @@ class Session:
         from peakcast.collectors.dryrun.evaluation import text_of_script
         from peakcast.collectors.dryrun.older_torch import say
 
+        later = self.steps.later.said(self.error) if self.steps.later is not None else ()
         self.steps.tokens = self.steps.tokens or self.mode.batch
         with _disable_current_modes():
             seen = described(self.steps, self.question)
@@ -212,7 +232,7 @@ class Session:
             "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},
             "job": seen.job,
             "unsaid": [*seen.unsaid],
-            "assumptions": [*evaluated, *peaks],
+            "assumptions": [*evaluated, *peaks, *later],
             "evaluated": bool(evaluated),
             "compiled": self.steps.tracer.compiled,
             "findings": [finding.to_mapping() for finding in self.notes.findings],
@@ -225,12 +245,13 @@ class Session:
         """Note what steps after those that were followed may need more for."""
         from peakcast.collectors.dryrun.lengths import growth
 
-        if remark := self.steps.lengths.remark():
+        led = self.steps.later is not None and self.steps.later.counts
+        if not led and (remark := self.steps.lengths.remark()):
             self.notes.add("script_part_skipped", "lengths", remark)
         if interrupted := self.steps.patience.interrupted:
             sentence = f"{interrupted}: what comes later, such as larger batches, is not counted."
             self.notes.add("steps_not_followed", "timeout_seconds", sentence, "more")
-        if grown := growth(self.steps.batches):
+        if not led and (grown := growth(self.steps.batches)):
             self.notes.add("steps_not_followed", "lengths", grown, "more")
 
     def _without_kept(self, timelines: dict[str, Timeline]) -> None:

@@ -7,7 +7,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.modules import module as module_hooks
@@ -16,13 +16,32 @@ from torch.optim import optimizer as optimizer_hooks
 from peakcast.collectors.dryrun.attributes import cached_tensors, checkpointing_of, gradient_bytes
 from peakcast.collectors.dryrun.evaluation import Evaluations
 from peakcast.collectors.dryrun.idle_steps import IdleSteps
-from peakcast.collectors.dryrun.lengths import StepLengths
+from peakcast.collectors.dryrun.lengths import NUM_STEPS, StepLengths
 from peakcast.collectors.dryrun.patience import Patience
 from peakcast.collectors.dryrun.wrapped import engine_steps
 from peakcast.collectors.tracing.phases import announced, inside_backward
 from peakcast.collectors.tracing.quantized_constants import constants_of
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.timelines.timeline import Category, Phase, Timeline
+
+
+class LastSteps(Protocol):
+    """What leads a script to its last steps."""
+
+    counts: bool
+
+    @property
+    def began(self) -> bool:
+        """Whether it has done so."""
+
+    def end_step(self) -> None:
+        """A step has ended."""
+
+    def goes_on(self) -> bool:
+        """Whether to follow another step."""
+
+    def said(self, error: str = "") -> tuple[str, ...]:
+        """Sentences about these steps, after which they count or not. `error`: why they were not followed."""
 
 
 class ScriptSteps:
@@ -42,6 +61,7 @@ class ScriptSteps:
         self.lengths = lengths
         self.patience = patience
         self.idle = IdleSteps()
+        self.later: LastSteps | None = None
         self.spans: list[tuple[int, int]] = []
         """(first operation, end) of each step; the first one begins with the script."""
         self.networks: list[torch.nn.Module] = []
@@ -78,6 +98,8 @@ class ScriptSteps:
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._cached: list[weakref.ref[torch.Tensor]] = []
         self._enough = enough
+        self._replays = 0
+        """Replays of CUDA graphs since the optimizer has stepped."""
         self._widest = 0
         """Length of the vectors of the embedding from which `tokens` are."""
         self._names: dict[int, str] = {}
@@ -150,6 +172,14 @@ class ScriptSteps:
         if self._stepped:
             self._end_step()
 
+    def replayed(self) -> None:
+        """Note that a CUDA graph is replayed. A loop that does nothing else has no further forward."""
+        self._replays = self._replays + 1 if self._stepped else 0
+        if self._replays >= NUM_STEPS:
+            self._end_step()
+            if self.lengths.enough:
+                self._enough()
+
     def runs(self, network: torch.nn.Module) -> None:
         """Called when an outermost module begins; for subclasses."""
 
@@ -202,11 +232,16 @@ class ScriptSteps:
         if self.evaluations.awaited(network, self.spans[-1][1]):
             self.idle.end()
             return True
-        later = self.evaluations.come_later
-        if not self.idle.began and self.patience.goes_on(evaluates_later=later):
+        if torch.cuda.is_current_stream_capturing():
             return True
-        if not (later and any(network is one for one in self.networks) and self.patience.idles()):
-            return False
+        if self.later is not None and self.later.began:
+            return self.later.goes_on()
+        evaluates = self.evaluations.come_later
+        if not self.idle.began and self.patience.goes_on(evaluates_later=evaluates):
+            return True
+        if not (evaluates and any(network is one for one in self.networks) and self.patience.idles()):
+            self.idle.end()
+            return self.later is not None and self.later.goes_on()
         if not self.idle.began:
             self.evaluations.say_idle(len(self.spans))
         self.idle.begin(network)
@@ -296,6 +331,8 @@ class ScriptSteps:
 
     def _end_step(self, end: int | None = None) -> None:
         """End a step, now or at an operation that was the last one's `end`. Idle ones belong to the next that is not."""
+        if self.later is not None:
+            self.later.end_step()
         if self.idle.going:
             self._stepped = self._has_gradients = False
             self._backwards = self._forwards = 0

@@ -22,7 +22,7 @@ def unsaid(steps: ScriptSteps, network: torch.nn.Module, config: Any, *, adapter
         yield f"{share:.2%} of its weights train, and those are no adapters that it can name"
     if config is None:
         return
-    whole = next(part for part in network.modules() if hasattr(getattr(part, "config", None), "to_dict"))
+    whole = next(part for part in network.modules() if hasattr(vars(part).get("config"), "to_dict"))  # no FSDP1 around it
     if not has_head(whole) and not loss_of(steps, network)[0]:
         yield f"the network is a {type(whole).__name__}, without the logits of all words that a job's network makes"
     if getattr(config, "is_encoder_decoder", False):

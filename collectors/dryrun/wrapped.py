@@ -88,11 +88,6 @@ def engine_steps(networks: Sequence[torch.nn.Module]) -> bool:
     return any(_is_engine(one) and getattr(one, "optimizer", None) is not None for one in networks)
 
 
-def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Its sizes when whole: ZeRO-3 leaves no element in what it shards (DeepSpeed 0.19 partition_parameters.py)."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def _is_engine(part: torch.nn.Module) -> bool:
     return type(part).__name__ == "DeepSpeedEngine"
 

@@ -47,6 +47,7 @@ class BlocksInUse:
 
     def made(self, number: int, *, backward: bool) -> None:
         """A block was allocated, in backward or not."""
+        self._streams.pop(number, None)
         if stream := self._stream(backward=backward):
             self._streams[number] = stream
 

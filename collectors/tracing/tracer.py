@@ -64,8 +64,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         """The GPU whose kernels run; memory that they allocate for themselves is then recorded. None: it is not."""
         self._zeros: tuple[int, int] | None = None
         """(operation, storage) of the last zeros made to be filled."""
-        self._kept: set[tuple[str, bool]] = set()
-        """Workspaces that a library keeps: (name, whether it is the autograd thread's)."""
+        self._kept: set[tuple[str, bool, int]] = set()
+        """Workspaces that a library keeps: (name, whether it is the autograd thread's, stream)."""
         self._modules: list[str] = []
         self._phases: list[int] = []
         self._labels: list[str] = []
@@ -294,11 +294,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
 
     def _take(self, workspace: KernelAllocation, instant: int) -> None:
         """Record memory that an operator's kernel allocates for itself, until it ends or permanently."""
-        holder = workspace.name, self.phase is Phase.BACKWARD
-        if workspace.kept and holder in self._kept:
+        number, backward = self._count, self.phase is Phase.BACKWARD
+        self._blocks_in_use.made(number, backward=backward)
+        if workspace.kept and (holder := (workspace.name, backward, self._blocks_in_use.stream(number))) in self._kept:
             return
-        self._kept |= {holder} if workspace.kept else set()
-        number, self._count = self._count, self._count + 1
+        self._count, self._kept = number + 1, self._kept | ({holder} if workspace.kept else set())
         size = max(ALLOCATION_UNIT_BYTES, round_up(workspace.num_bytes, ALLOCATION_UNIT_BYTES))
         dies = None if workspace.kept else instant + 1
         self._entries[number] = TracedStorage(workspace.name, size, instant, dies, self.module)

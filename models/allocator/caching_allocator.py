@@ -5,8 +5,8 @@ merging, segments that are kept, and what it gives back before it runs out of me
 c10/cuda/CUDACachingAllocator.cpp (`DeviceCachingAllocator`) and c10/core/AllocatorConfig.h of torch 2.13.
 
 Compared with torch's own compiled allocator (`tests/models/test_torchs_allocator.py`) and with what GPUs recorded
-(`test_allocator_on_gpus.py`). Not modelled: private pools (CUDA graphs, `MemPool`), and switching expandable segments on or
-off during a run.
+(`test_allocator_on_gpus.py`). Private pools, as CUDA graphs have them, are streams from `PRIVATE_STREAM` on. Not modelled:
+that they end with their graph, and switching expandable segments on or off during a run.
 
 Among equal blocks torch 2.13 takes the one in the oldest segment (pytorch#183591); earlier releases take the one with the
 lowest address. The driver's addresses fall from one segment to the next: full training of Mistral-7B on an A100 with torch
@@ -29,6 +29,7 @@ from peakcast.models.allocator.rounding import (
     round_request,
 )
 from peakcast.models.allocator.segments import ADDRESS_SPACE_BYTES, Block, ExpandableSegments, Pool, Segments
+from peakcast.timelines.timeline import PRIVATE_STREAM
 
 __all__ = ["Block", "CachingAllocator", "SimulatedOutOfMemoryError"]
 
@@ -190,10 +191,13 @@ class CachingAllocator:
     # -- giving back --------------------------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
-        """Return every completely free segment or page (`release_cached_blocks`), after all streams are done."""
+        """Return every completely free segment or page (`release_cached_blocks`), after all streams are done, but those of
+        private pools."""
         for stream in list(self._waiting):
             self.finish(stream)
-        for _, pool in sorted(self._pools.items()):
+        for (stream, _), pool in sorted(self._pools.items()):
+            if stream >= PRIVATE_STREAM:
+                continue
             for _, _, block in list(pool.free):
                 self._segments.give_back(block)
 

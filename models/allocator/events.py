@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.core.texts import Texts
-from peakcast.timelines.timeline import Category, Timeline
+from peakcast.timelines.timeline import EMPTIED, Category, Timeline
 
 Ints = npt.NDArray[np.int64]
 
@@ -26,12 +26,14 @@ class AllocatorEvents:
     """Steps as one sequence of events. A *holder* is what holds a block: an entry, or entries of several steps of which
     each continues the one before. `events`: holder means allocate, its complement ~holder means free. If another stream
     still uses the block, (holder + number of holders) comes first: the block is no longer allocated, but not free before
-    ~holder. The other columns are indexed by holder."""
+    ~holder. Twice the number of holders means that the cache is given back. The other columns are indexed by holder."""
 
     events: Ints
     num_bytes: Ints
     streams: Ints
     peak_requested_bytes: int
+    empties: bool = False
+    """Whether the cache is ever given back."""
 
     @classmethod
     def of(cls, steps: Sequence[Timeline]) -> AllocatorEvents:
@@ -54,6 +56,7 @@ class AllocatorEvents:
             num_bytes=np.concatenate([step.num_bytes for step in steps]),
             streams=np.concatenate([_streams(step) for step in steps]),
             peak_requested_bytes=max((step.peak().num_bytes for step in steps if len(step.phases)), default=0),
+            empties=any(EMPTIED in step.labels for step in steps),
         )
 
 
@@ -68,7 +71,7 @@ def _events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bool_], n
     """The events of a step in order of time. At each instant: first blocks that become free, then those freed while another
     stream uses them, then requests, each in the order of entries. Entries that continue others are not requested. Blocks
     that still wait when the step ends are free before the next one."""
-    if compiled:
+    if compiled and EMPTIED not in step.labels:
         reusable = step.dies if step.reusable is None else step.reusable
         columns = (step.num_bytes, step.born, step.dies, reusable, holders, handed_over)
         events = compiled.order(*map(np.ascontiguousarray, columns), len(step.phases), num_holders)
@@ -77,7 +80,8 @@ def _events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bool_], n
 
 
 def _sorted_events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bool_], num_holders: int) -> Ints:
-    """What `_events` returns, computed by sorting instead of compiled code."""
+    """What `_events` returns, computed by sorting instead of compiled code. At an instant the cache is given back before
+    anything is requested."""
     end = len(step.phases)
     lives = np.flatnonzero((step.num_bytes > 0) & (step.born < np.minimum(step.dies, end)))
     begins, dying = lives[~handed_over[lives]], lives[step.dies[lives] < end]
@@ -85,8 +89,10 @@ def _sorted_events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bo
     if step.reusable is not None:
         freed = np.minimum(step.reusable[dying], end)
         let_go = dying[freed > step.dies[dying]]
-    when = np.concatenate([freed * 3, step.dies[let_go] * 3 + 1, np.maximum(step.born[begins], 0) * 3 + 2])
-    events = np.concatenate([~holders[dying], holders[let_go] + num_holders, holders[begins]])
+    emptied = np.flatnonzero([label == EMPTIED for label in step.labels])
+    when = np.concatenate([freed * 3, step.dies[let_go] * 3 + 1, emptied * 3 + 1, np.maximum(step.born[begins], 0) * 3 + 2])
+    parts = [~holders[dying], holders[let_go] + num_holders, np.full(len(emptied), 2 * num_holders), holders[begins]]
+    events = np.concatenate(parts)
     return events[np.argsort(when, kind="stable")]
 
 

@@ -72,7 +72,7 @@ def replay_run(
     module, category and size (else the same category and size). One that no entry continues is freed between the steps.
     """
     settings, run = settings or Allocator(), AllocatorEvents.of(steps)
-    if compiled and settings.max_split_size_mb is None and allowed_bytes is None:
+    if compiled and not run.empties and settings.max_split_size_mb is None and allowed_bytes is None:
         found = _replay_compiled(run, settings, capacity_bytes, newest_first=newest_first)
         if found is not None:
             return found
@@ -86,7 +86,9 @@ def _replay_calls(run: AllocatorEvents, allocator: CachingAllocator) -> Replay:
     sizes, streams = run.num_bytes.tolist(), run.streams.tolist()
     waiting: set[int] = set()
     for event in run.events.tolist():
-        if event >= len(sizes):
+        if event >= 2 * len(sizes):
+            allocator.empty_cache()
+        elif event >= len(sizes):
             holder = event - len(sizes)
             waiting.add(holder)
             allocator.record_stream(blocks[holder], holder)  # a stream for each holder, so that each can finish separately

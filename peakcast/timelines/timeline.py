@@ -50,6 +50,12 @@ class Phase(IntEnum):
     OPTIMIZER_STEP = 5
 
 
+EMPTIED = "empty_cache"
+"""The label of an instant at which the allocator gives its whole cache back (`torch.cuda.empty_cache`)."""
+PRIVATE_STREAM = 65
+"""Streams from this one on stand for private pools of memory, as CUDA graphs have them: they keep their cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor (or a group of equal ones): `num_bytes` from instant `born` until before instant `dies`."""

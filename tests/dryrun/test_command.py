@@ -91,6 +91,8 @@ HUB = "https://huggingface.co/api/models/microsoft/phi-2"
         ([f"huggingface_hub.errors.OfflineModeIsEnabled: Cannot reach {HUB}: offline"], "files of microsoft/phi-2 from"),
         (["FileNotFoundError: No such file: '/tmp/peakcast-dryrun-a1/written/data/a.pt'"], "/data/a.pt is not here; put"),
         (["KeyError: 'TEXT'"], ""),
+        (["AutoImageProcessor requires the Torchvision library but it was not found in your"], "no Torchvision"),
+        (["0/32 [?it/s]peakcast: the data of a is not here: 512 rows of 9 words stood in (--length)."], "put some 64 of"),
     ],
 )
 def test_a_failing_script_is_told_what_it_lacks(lines, sentence):

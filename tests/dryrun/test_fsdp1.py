@@ -73,3 +73,23 @@ def test_units_that_are_compiled_gather_as_others_do():
         for compiles in (True, False)
     ]
     assert len({peak.peak_allocated_bytes.baseline for peak in peaks}) == 1
+
+
+def test_weights_of_which_a_rank_has_a_flat_part_are_described_whole():
+    def train():
+        import torch
+        from torch import distributed, nn
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        distributed.init_process_group("nccl")
+        network = nn.Sequential(nn.Embedding(1000, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1000))
+        network = FullyShardedDataParallel(network, use_orig_params=True, device_id=torch.cuda.current_device())
+        optimizer = torch.optim.AdamW(network.parameters())
+        for _ in range(3):
+            network(torch.ones(8, 16, device="cuda", dtype=torch.long)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    job = peakcast.dryrun(train, "A100-80GB", rank=RANKS - 1, world_size=RANKS).job
+    assert job.architecture.name == "Sequential"
+    assert (job.architecture.vocab_size, job.architecture.hidden_size) == (1000, WIDTH)

@@ -160,10 +160,46 @@ def test_what_cannot_be_followed_is_said(function, sentence, last):
 
 
 def test_time_is_bounded():
+    def endless():
+        while True:
+            time.sleep(60)
+
     started = time.monotonic()
     with pytest.raises(ScriptError, match="after 1 s"):
-        peakcast.dryrun(lambda: time.sleep(60), "A100-80GB", timeout_seconds=1)
+        peakcast.dryrun(endless, "A100-80GB", timeout_seconds=1)
     assert time.monotonic() - started < 20
+
+
+def test_where_a_script_was_when_its_time_was_up_is_said(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text("import os, time\nprint('begins')\nwhile not os.path.exists('never'):\n    time.sleep(1)\n")
+    with pytest.raises(ScriptError, match=r"waits\.py:[34]; give it more time") as caught:
+        peakcast.dryrun(["python", str(script)], "A100-80GB", timeout_seconds=15)
+    assert caught.value.last_lines == ["begins"]
+
+
+def test_a_script_that_sleeps_is_not_waited_for():
+    def patient():
+        time.sleep(60)
+        training()()
+
+    started = time.monotonic()
+    assert peakcast.dryrun(patient, "A100-80GB").steps == 3
+    assert time.monotonic() - started < 50
+
+
+def test_nvml_answers_with_the_chosen_gpu():
+    def asking():
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        assert "A100" in pynvml.nvmlDeviceGetName(handle)
+        before = pynvml.nvmlDeviceGetMemoryInfo(handle).used
+        training()()
+        assert pynvml.nvmlDeviceGetMemoryInfo(handle).used > before
+
+    assert peakcast.dryrun(asking, "A100-80GB").steps == 3
 
 
 def test_nothing_is_written_deleted_or_listened_on(tmp_path):
@@ -181,8 +217,11 @@ def test_nothing_is_written_deleted_or_listened_on(tmp_path):
         assert (tmp_path / "logs" / "moved.txt").read_text() == "as it was, and more"
         shutil.rmtree(kept.parent)
         assert not kept.exists()
-        with pytest.raises(PermissionError, match="opens no port"):
-            socket.socket().bind(("127.0.0.1", 0))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))  # as scripts look for a free port
+            assert free.getsockname()[1] > 1024
+            with pytest.raises(PermissionError, match="opens no port"):
+                free.listen()
         training()()
 
     assert peakcast.dryrun(careless, "A100-80GB").steps == 3
