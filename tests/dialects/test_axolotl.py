@@ -129,3 +129,13 @@ def test_fsdp2_has_the_units_of_axolotls_own_preparation():
     found = read(fsdp_config=fsdp, adapter="lora", lora_r=8, lora_target_linear=True, liger_fused_linear_cross_entropy=True)
     assert found.job.framework_options["fsdp2_units"] == "root"
     assert "fsdp2_units" not in read().job.framework_options
+
+
+def test_an_evaluation_of_more_sequences_than_training_passes_is_said():
+    """As many as training passes, unless eval_batch_size says otherwise; none without something held out."""
+    evaluates = {"val_set_size": 0.05, "evals_per_epoch": 4}
+    found = [each for each in read(**evaluates, eval_batch_size=4).findings if "Evaluation" in each.sentence]
+    assert [(each.parameter, each.direction) for each in found] == [("eval_batch_size", "more")]
+    for other in (evaluates, {"eval_batch_size": 4, "val_set_size": 0.0}, {"eval_batch_size": 4, "val_set_size": 0.05}):
+        assert not any("Evaluation" in said for said in read(**other).unsupported)
+        assert read(**other).unknown == ()

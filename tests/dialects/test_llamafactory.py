@@ -183,3 +183,11 @@ def test_flash_attn_was_a_switch():
         "--model_name_or_path gpt2 --template qwen --per_device_train_batch_size 1 --output_dir o --bf16 --flash_attn\n"
     )
     assert translation_of(text).job.attention == "flash_attention_2"
+
+
+def test_an_evaluation_of_more_sequences_than_training_passes_is_said():
+    """transformers' default is 8 of them; src/llamafactory/hparams/training_args.py has no other."""
+    found = [each for each in read(eval_strategy="steps", val_size=0.1).findings if "Evaluation" in each.sentence]
+    assert [(each.parameter, each.direction) for each in found] == [("per_device_eval_batch_size", "more")]
+    assert not any("Evaluation" in said for said in read(eval_strategy="steps", per_device_eval_batch_size=1).unsupported)
+    assert not any("Evaluation" in said for said in read(per_device_eval_batch_size=8).unsupported)

@@ -25,6 +25,7 @@ from peakcast.dialects.common.translation import (
     states_direction,
 )
 from peakcast.dialects.huggingface.accelerate import launcher_with_engine, refuse_twice
+from peakcast.dialects.huggingface.evaluation import strategy_of
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.keys import COMPILING
 from peakcast.dialects.huggingface.post_training import with_method
@@ -84,6 +85,18 @@ def _batch(settings: Settings, training: dict[str, Any]) -> None:
         training["per_device_train_batch_size"] = total // steps if steps and total else settings.size("micro_batch_size")
     settings.size("sequence_len", 512, assume=True)
     training.setdefault("max_length", 512)
+    training |= _evaluation(settings, training["per_device_train_batch_size"])
+
+
+def _evaluation(settings: Settings, micro_batch_size: object) -> dict[str, Any]:
+    """Whether and with how many sequences at once it evaluates (axolotl 0.19 core/builders/base.py
+    `_configure_save_and_eval_strategy`, utils/config `normalize_config`: by default as many as training passes)."""
+    steps = any([settings.number("eval_steps"), settings.number("evals_per_epoch")])
+    given = strategy_of(settings, "eval_strategy")
+    held_out = any([settings.number("val_set_size", 0.0), settings.raw("test_datasets")])
+    sequences = settings.integer("eval_batch_size") or micro_batch_size
+    strategy = "steps" if steps else given
+    return {"eval_strategy": strategy if held_out else "no", "per_device_eval_batch_size": sequences}
 
 
 def _strategy(settings: Settings, training: dict[str, Any], pasted: Pasted) -> dict[str, Any]:

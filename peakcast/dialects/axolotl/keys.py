@@ -23,6 +23,7 @@ TRAINING = {
     "ddp_bucket_cap_mb": "ddp_bucket_cap_mb",
     "torch_compile_backend": "torch_compile_backend",
     "torch_compile_mode": "torch_compile_mode",
+    "eval_batch_size": "per_device_eval_batch_size",
 }
 ADAPTER = {
     "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_target_modules": "target_modules",
@@ -109,8 +110,8 @@ IGNORED = words("""
     dataset_num_proc dataset_prepared_path dataset_processes dataset_shard_idx dataset_shard_num dataset_shuffle
     datasets ddp ddp_broadcast_buffers ddp_find_unused_parameters ddp_timeout debug
     default_system_message device do_bench_eval do_causal_lm_eval dpo_beta dpo_use_logits_to_keep
-    dpo_use_weighting early_stopping_patience embeddings_skip_upcast eot_tokens eval_batch_size eval_causal_lm_metrics
-    eval_max_new_tokens eval_sample_packing eval_steps eval_strategy eval_table_size evals_per_epoch
+    dpo_use_weighting early_stopping_patience embeddings_skip_upcast eot_tokens eval_causal_lm_metrics
+    eval_max_new_tokens eval_sample_packing eval_table_size
     evaluation_strategy excess_length_strategy fix_untrained_tokens flash_attn_fuse_qkv
     flex_attn_compile_kwargs float32 fp8_enable_fsdp_float8_all_gather
     fsdp_final_state_dict_type gc_collect_steps gc_steps gpu_memory_limit
@@ -128,10 +129,10 @@ IGNORED = words("""
     rl_beta rpo_alpha sample_packing_bin_size sample_packing_eff_est sample_packing_group_size
     sample_packing_sequentially save_first_step save_only_model save_safetensors save_steps save_strategy
     save_total_limit saves_per_epoch seed shuffle_before_merging_datasets shuffle_merged_datasets simpo_gamma
-    skip_prepare_dataset special_tokens streaming strict test_datasets test_value tf32 tokenizer_config
+    skip_prepare_dataset special_tokens streaming strict test_value tf32 tokenizer_config
     tokenizer_legacy tokenizer_type tokenizer_use_fast tokens
     total_num_tokens total_supervised_tokens train_on_inputs trl.beta trust_remote_code trust_remote_code_revision
-    type_of_model use_mlflow use_pose use_tensorboard use_wandb val_set_size vllm wandb_entity wandb_log_model
+    type_of_model use_mlflow use_pose use_tensorboard use_wandb vllm wandb_log_model
     wandb_mode wandb_name wandb_project wandb_run_id wandb_watch warmup_ratio warmup_steps weight_decay world_size
     adam_eps cls_model_config eaft_alpha eaft_k eta_min experimental_skip_move_to_device gptq_disable_exllama
     jagged_restart_anneal_steps jagged_restart_steps jagged_restart_warmup_steps liger_layer_norm lisa_layers_attribute

@@ -26,6 +26,7 @@ from peakcast.dialects.common.translation import (
     words,
 )
 from peakcast.dialects.huggingface.accelerate import launcher_with_engine
+from peakcast.dialects.huggingface.evaluation import EVALUATION
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.parallelism import without_second_checkpoints
 from peakcast.dialects.huggingface.post_training import with_method
@@ -45,6 +46,7 @@ TRAINING = {
     "auto_find_batch_size": "auto_find_batch_size",
     "torch_empty_cache_steps": "torch_empty_cache_steps",
     "neftune_noise_alpha": "neftune_noise_alpha",
+    **EVALUATION,
 }
 ADAPTER = {
     "lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "additional_target": "modules_to_save",
@@ -89,8 +91,7 @@ IGNORED = words("""
     dataloader_num_workers dataloader_pin_memory dataset dataset_dir ddp_find_unused_parameters ddp_timeout
     default_system disable_shuffling disable_version_check do_eval do_predict do_train dpo_label_smoothing
     early_stopping_steps enable_thinking eval_dataset eval_num_beams eval_on_each_dataset eval_on_start eval_steps
-    evaluation_strategy
-    eval_strategy export_device export_dir export_legacy_format export_quantization_bit export_quantization_dataset
+    export_device export_dir export_legacy_format export_quantization_bit export_quantization_dataset
     export_size fp8_backend fp8_enable_fsdp_float8_all_gather freeze_extra_modules freeze_trainable_layers
     freeze_trainable_modules galore_layerwise
     galore_proj_type galore_rank galore_scale galore_target galore_update_interval group_by_length hf_hub_token
@@ -101,7 +102,7 @@ IGNORED = words("""
     mask_history max_grad_norm max_samples max_steps media_dir metric_for_best_model mix_strategy model_revision
     module_dropout moe_aux_loss_coef ms_hub_token new_special_tokens_config
     num_train_epochs offload_folder om_hub_token output_dir overwrite_cache
-    overwrite_output_dir per_device_eval_batch_size pissa_convert pissa_iter placement_strategy plot_loss
+    overwrite_output_dir pissa_convert pissa_iter placement_strategy plot_loss
     ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards predict_with_generate pref_bco_weight
     pref_beta pref_ftx pref_loss preprocessing_batch_size preprocessing_num_workers print_param_status push_to_hub
     quantization_device_map ray_num_workers ray_run_name ray_storage_path ref_model
