@@ -22,7 +22,9 @@ from peakcast.dialects.common.translation import (
     Translation,
     note_numbers,
     note_unsupported,
+    speller,
 )
+from peakcast.dialects.huggingface.balancing import KEY as BALANCING
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.jobs.spec import TrainingJob
@@ -34,7 +36,7 @@ UNSUPPORTED = {
     "grad_accum_dtype": "gradients added up in another dtype", "deepcompile": "DeepCompile",
     "freezing_actor_steps": "an actor that is frozen at first",
 }  # fmt: skip
-COUNTED = {"aux_loss_coef": "The experts' balancing loss", "nll_loss_coef": "A likelihood term on the preferences"}
+COUNTED = {"nll_loss_coef": "A likelihood term on the preferences"}
 """Settings that any number except 0 switches on -> the feature."""
 IGNORED = re.compile(
     r"(save|ckpt|max_ckpt|load|logging|eval|wandb|use_wandb|use_tensorboard|lr|adam_betas|l2|seed|local_rank|learning_rate"
@@ -58,6 +60,7 @@ def from_openrlhf(pasted: Pasted) -> Translation:
     model = settings.model(pasted.model, "pretrain", "model_name_or_path")  # the second is its name since 2026
     num_gpus = _gpus(settings, pasted, method)
     training = _training(settings, max(1, num_gpus // (settings.integer("ring_attn_size", 1) or 1)))
+    training[BALANCING] = bool(settings.number("aux_loss_coef"))  # models/actor.py
     generation = _generation(settings, training) if method == "grpo" else None
     adapter = _adapter(settings, training)
     sure, fsdp = settings.given("zero_stage") or settings.given("backend"), _fsdp2(settings)
@@ -68,7 +71,8 @@ def from_openrlhf(pasted: Pasted) -> Translation:
     def job_of(under: Notes, *, shards: bool) -> TrainingJob:
         half = {"torch_dtype": "float32"} if shards else {}  # master weights; FSDP2 computes in param_dtype
         given = (model, {**training, **half}, adapter, None if shards else engine, fsdp if shards else None, num_gpus)
-        job = under.include(from_huggingface(*given, versions=pasted.versions.of("huggingface")))
+        spell = speller({"aux_loss_coef": BALANCING})
+        job = under.include(from_huggingface(*given, versions=pasted.versions.of("huggingface"), spell=spell))
         job = _with_a_ranks_part(job, Settings(values, under, "OpenRLHF"))
         who = "" if method == "sft" else "OpenRLHF (models/actor.py)"
         return with_method(job, method, "the program", under, generation=generation, whole_logits=who)

@@ -47,7 +47,7 @@ def test_noise_on_the_embeddings_is_read(key):
 
 @pytest.mark.parametrize("key", ["overrides_of_model_config", "model_config"])
 def test_another_shape_of_the_network_is_said(key):
-    assert read(**{key: {"output_router_logits": True, "rope_theta": 1e6}}).unsupported == ()
+    assert read(**{key: {"output_router_logits": True, "rope_theta": 1e6}}).unsupported == ()  # no experts here
     assert any("num_hidden_layers" in sentence for sentence in read(**{key: {"num_hidden_layers": 4}}).unsupported)
 
 
@@ -139,3 +139,23 @@ def test_an_evaluation_of_more_sequences_than_training_passes_is_said():
     for other in (evaluates, {"eval_batch_size": 4, "val_set_size": 0.0}, {"eval_batch_size": 4, "val_set_size": 0.05}):
         assert not any("Evaluation" in said for said in read(**other).unsupported)
         assert read(**other).unknown == ()
+
+
+def test_the_balancing_loss_of_experts_is_said():
+    found = read("mistralai/Mixtral-8x7B-v0.1", overrides_of_model_config={"output_router_logits": True}).findings
+    assert [each.direction for each in found if each.parameter == "output_router_logits"] == ["more"]
+
+
+def test_four_bits_are_stored_and_scaled_as_their_own_arguments_say():
+    """axolotl 0.19 loaders/model.py `_set_quantization_config`."""
+    shards = {"fsdp_version": 2, "fsdp_config": {"offload_params": False}}
+    stored = read(**QLORA, **shards, bnb_config_kwargs={"bnb_4bit_quant_storage": "uint8"}).job
+    assert stored.framework_options["quantized_storage"] == "uint8"
+    assert "quantized_storage" not in read(**QLORA, **shards).job.framework_options
+    once = read(**QLORA, bnb_config_kwargs={"bnb_4bit_use_double_quant": False, "bnb_4bit_quant_type": "fp4"})
+    assert (once.job.finetuning.double_quantization, once.unknown) == (False, ())
+
+
+def test_four_bits_with_adapters_on_whole_weights_are_refused():
+    with pytest.raises(SpecError, match="load_in_4bit=True has no effect with adapter: lora in axolotl 0.19"):
+        read(**{**QLORA, "adapter": "lora"})

@@ -25,10 +25,12 @@ from peakcast.dialects.common.translation import (
     states_direction,
 )
 from peakcast.dialects.huggingface.accelerate import launcher_with_engine, refuse_twice
+from peakcast.dialects.huggingface.balancing import KEY as BALANCING
 from peakcast.dialects.huggingface.evaluation import strategy_of
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.keys import COMPILING
 from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.dialects.huggingface.quantization import STORAGES
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
@@ -47,6 +49,9 @@ def from_axolotl(pasted: Pasted) -> Translation:
     refuse_teacher(settings, "gkd_teacher")
     _precision(settings, training)
     _memory(settings, training)
+    for name in keys.OVERRIDING:
+        given = settings.raw(name)
+        training[BALANCING] = training.get(BALANCING, False) or bool(isinstance(given, Mapping) and given.get(BALANCING))
     adapter = _adapter(settings, training)
     if settings.switch("sample_packing"):
         _packing(settings, training)
@@ -276,18 +281,33 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
     if "r" not in adapter:
         settings.size("lora_r")
     if four:
-        # loaders/model.py: BitsAndBytesConfig(nf4, double quantization) unless bnb_config_kwargs say otherwise
-        training["quantization_config"] = {
-            "load_in_4bit": True, "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "bfloat16"
-        }  # fmt: skip
-        settings.notes.assumptions.append("4-bit weights are NF4 with double quantization, axolotl's default.")
-        if settings.raw("bnb_config_kwargs"):
-            settings.notes.unsupported.append(
-                "bnb_config_kwargs are not modelled; axolotl's defaults are assumed.", "bnb_config_kwargs"
-            )
+        training["quantization_config"] = _four_bits(settings, kind)
     elif eight:
         training["quantization_config"] = {"load_in_8bit": True}
     return adapter
+
+
+def _four_bits(settings: Settings, kind: str) -> dict[str, Any]:
+    """BitsAndBytesConfig of an adapter of this `kind` (axolotl 0.19 loaders/model.py `_set_quantization_config`: storage in
+    bfloat16, which only FSDP sees; `bnb_config_kwargs` say otherwise). Raises: SpecError."""
+    if kind == "lora":
+        raise settings.refuse(
+            "load_in_4bit",
+            "has no effect with adapter: lora in axolotl 0.19, which then trains over whole weights, and made other 4-bit "
+            "weights in older ones; ask with adapter: qlora, or with load_in_4bit: false",
+        )
+    four = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "bfloat16"}
+    given = settings.raw("bnb_config_kwargs") or {}
+    if not isinstance(given, Mapping):
+        raise settings.refuse("bnb_config_kwargs", "must be a mapping of BitsAndBytesConfig's arguments")
+    if "bnb_4bit_use_double_quant" not in given:
+        settings.notes.assumptions.append("4-bit weights are NF4 with double quantization, axolotl's default.")
+    own = Settings(given, settings.notes, "axolotl", lambda key: f"bnb_config_kwargs.{key}")
+    four["bnb_4bit_use_double_quant"] = own.switch("bnb_4bit_use_double_quant", True)
+    four["bnb_4bit_quant_storage"] = own.one_of("bnb_4bit_quant_storage", "bfloat16", STORAGES)
+    four["bnb_4bit_compute_dtype"] = own.raw("bnb_4bit_compute_dtype")
+    own.note_left(("bnb_4bit_quant_type", "llm_int8_threshold", "llm_int8_has_fp16_weight"))
+    return four
 
 
 def _rest(settings: Settings) -> None:
@@ -306,7 +326,7 @@ def _rest(settings: Settings) -> None:
     if settings.raw("model_quantization_config") and not widened:
         sentence = "A checkpoint that is loaded quantized (model_quantization_config) is not modelled; bfloat16 is counted."
         settings.notes.unsupported.append(sentence, "model_quantization_config", "less")
-    for name in ("overrides_of_model_config", "model_config"):
+    for name in keys.OVERRIDING:
         given = settings.raw(name)
         others = sorted(set(given) - keys.OVERRIDES) if isinstance(given, Mapping) else []
         if others:

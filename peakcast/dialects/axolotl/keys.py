@@ -97,6 +97,8 @@ MESH = {
     "expert": "expert_parallel_size",
 }  # fmt: skip
 """Axis -> the key for its size; the axis of ranks that share a sequence has two keys (ring-flash-attn)."""
+OVERRIDING = ("overrides_of_model_config", "model_config")
+"""Keys with keys of a network's configuration."""
 OVERRIDES = words("output_router_logits rope_theta rope_scaling rope_parameters use_cache max_position_embeddings")
 """Keys of a network's configuration that may be overridden without changing a shape."""
 IGNORED = words("""

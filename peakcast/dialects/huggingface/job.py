@@ -23,6 +23,7 @@ from peakcast.dialects.common.translation import (
     states_direction,
 )
 from peakcast.dialects.huggingface import keys
+from peakcast.dialects.huggingface.balancing import note_balancing
 from peakcast.dialects.huggingface.batch import batch_form, sequence_length, target_length
 from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_optimizer, note_engine_optimizer
 from peakcast.dialects.huggingface.dtypes import (
@@ -147,6 +148,7 @@ def from_huggingface(
     mesh = training.raw("parallelism_config") or {}
     job = of_training(job, mesh, notes) if isinstance(mesh, Mapping) else job
     note_evaluation(job, training, notes)
+    note_balancing(job, training, notes, on=model.get("output_router_logits") is True)
     _account_for_the_rest(run)
     return notes.finish(job)
 

@@ -26,6 +26,7 @@ from peakcast.dialects.common.translation import (
     words,
 )
 from peakcast.dialects.huggingface.accelerate import launcher_with_engine
+from peakcast.dialects.huggingface.balancing import KEY as BALANCING
 from peakcast.dialects.huggingface.evaluation import EVALUATION
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.parallelism import without_second_checkpoints
@@ -100,7 +101,7 @@ IGNORED = words("""
     interleave_probs kto_chosen_weight kto_rejected_weight ld_alpha learning_rate load_best_model_at_end logging_dir
     logging_steps logging_strategy loraplus_lr_embedding low_cpu_mem_usage lr_scheduler_kwargs lr_scheduler_type
     mask_history max_grad_norm max_samples max_steps media_dir metric_for_best_model mix_strategy model_revision
-    module_dropout moe_aux_loss_coef ms_hub_token new_special_tokens_config
+    module_dropout ms_hub_token new_special_tokens_config
     num_train_epochs offload_folder om_hub_token output_dir overwrite_cache
     overwrite_output_dir pissa_convert pissa_iter placement_strategy plot_loss
     ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards predict_with_generate pref_bco_weight
@@ -123,14 +124,14 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     _refuse_what_trains_nothing(settings)
     training = renamed(settings, TRAINING)
     _batch(settings, training)
+    training[BALANCING] = bool(settings.number("moe_aux_loss_coef"))  # model/model_utils/moe.py `configure_moe`
     model = settings.model(pasted.model, "model_name_or_path")
     kind = _finetuning_type(settings)
     launcher = launcher_with_engine(pasted, settings)
     deepspeed = launcher.deepspeed
-    sharded = _sharded(deepspeed) or bool(settings.raw("fsdp")) or launcher.fsdp is not None
     adapters = {"lora": _lora, "oft": _oft}
     adapter = _adapter(settings, training, adapters[kind](settings)) if kind in adapters else None
-    _precision(settings, training, upcast=adapter is None and deepspeed is None and not sharded)
+    _precision(settings, training, upcast=adapter is None and deepspeed is None)
     _memory(settings, training)
     without_second_checkpoints(training, launcher.fsdp, training.get("fsdp_config"))
     num_gpus = launcher.gpus(pasted, notes)
@@ -146,7 +147,7 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         launcher.fsdp,
         num_gpus,
         versions=pasted.versions.of("huggingface"),
-        spell=speller(TRAINING, ADAPTER),
+        spell=speller(TRAINING, ADAPTER, {"moe_aux_loss_coef": BALANCING}),
     )
     frozen = frozen_parts(settings, FREEZING)
     limits = [key for key in ("image_max_pixels",) if settings.given(key)]
@@ -177,7 +178,8 @@ def _batch(settings: Settings, training: dict[str, Any]) -> None:
     blocks = settings.integer("block_size")  # of scripts with the same keys of adapters, such as run_clm_pt_with_peft.py
     training["max_length"] = blocks or settings.integer("cutoff_len", 2048, assume=True)
     training["neat_packing"] = settings.switch("neat_packing")
-    training["packing"] = settings.switch("packing") or training["neat_packing"]
+    packs = settings.text("stage", "sft") == "pt"  # hparams/parser.py `get_train_args`
+    training["packing"] = settings.switch("packing", packs) or training["neat_packing"]
 
 
 def _finetuning_type(settings: Settings) -> str:
@@ -213,14 +215,9 @@ def _stage(settings: Settings) -> str:
     return preference if stage == "dpo" and preference in ("orpo", "simpo") else stage
 
 
-def _sharded(deepspeed: Any) -> bool:
-    zero = (deepspeed or {}).get("zero_optimization")
-    return isinstance(zero, dict) and zero.get("stage") == 3
-
-
 def _precision(settings: Settings, training: dict[str, Any], *, upcast: bool) -> None:
-    """Set the dtypes. Trained parameters are cast to float32, except with pure_bf16, ZeRO-3 or FSDP (model/adapter.py,
-    `init_adapter`)."""
+    """Set the dtypes. Trained parameters are cast to float32, except with pure_bf16 and ZeRO-3 (0.9.5 model/adapter.py,
+    `init_adapter`; before 0.9.4 except with FSDP, for which accelerate widens them)."""
     pure = settings.switch("pure_bf16")
     bf16, fp16 = settings.switch("bf16"), settings.switch("fp16")
     half = "bfloat16" if bf16 or pure else "float16" if fp16 else None
@@ -276,7 +273,7 @@ def _adapter(settings: Settings, training: dict[str, Any], own: dict[str, Any]) 
         )
     if bits == 4:
         four = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double, "bnb_4bit_quant_storage": "bfloat16"}
-        training["quantization_config"] = four  # stored in the dtype in which it computes
+        training["quantization_config"] = four  # 0.9.5 model_utils/quantization.py: quant_storage=compute_dtype
         if not settings.given("double_quantization"):
             settings.notes.assumptions.append("double_quantization is not given; the default of LLaMA-Factory is true.")
     elif bits == 8:

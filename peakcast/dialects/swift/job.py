@@ -23,8 +23,10 @@ from peakcast.dialects.common.translation import (
     note_numbers,
     note_unsupported,
     refuse_teacher,
+    speller,
 )
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_beside
+from peakcast.dialects.huggingface.balancing import KEY as BALANCING
 from peakcast.dialects.huggingface.evaluation import STRATEGIES, strategy_of
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
@@ -94,7 +96,7 @@ HEADLESS = {
     "embedding": "AutoModel",
 }  # fmt: skip
 """`task_type` -> the class of its network, which makes no logits of the vocabulary."""
-COUNTED = {"rpo_alpha": "RPO's likelihood term", "router_aux_loss_coef": "The router's auxiliary loss"}
+COUNTED = {"rpo_alpha": "RPO's likelihood term"}
 """Settings that any number except 0 switches on -> the feature."""
 FREEZING = {"vision": "freeze_vit", "projector": "freeze_aligner", "language": "freeze_llm"}
 """Part of a vision-language model -> the key that freezes it (ms-swift's tuner arguments)."""
@@ -131,7 +133,7 @@ def from_swift(pasted: Pasted) -> Translation:
     if pasted.env.get("CELOSS_PARALLEL_SIZE"):
         sentence = "ms-swift's loss on chunks of tokens (CELOSS_PARALLEL_SIZE) is not modelled; whole logits are counted."
         notes.unsupported.append(sentence, "CELOSS_PARALLEL_SIZE", "less")
-    training |= _evaluation(settings)
+    training |= {BALANCING: bool(settings.number("router_aux_loss_coef")), **_evaluation(settings)}
     frozen = frozen_parts(settings, FREEZING)
     settings.given("sequence_parallel_size")
     for key in settings.left():  # the Trainer's keys; its reader notes unknown ones
@@ -147,6 +149,7 @@ def from_swift(pasted: Pasted) -> Translation:
         launcher.fsdp,
         num_gpus,
         versions=pasted.versions.of("huggingface"),
+        spell=speller({"router_aux_loss_coef": BALANCING}),
     )
     limits = [name for name in ("MAX_PIXELS",) if pasted.env.get(name)] or [k for k in ("max_pixels",) if settings.given(k)]
     job = with_frozen_parts(notes.include(translation), frozen, settings, FREEZING, limits)
