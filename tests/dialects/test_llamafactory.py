@@ -219,3 +219,15 @@ def test_pretraining_packs_unless_told_otherwise():
         {"stage": "pt"}, {"stage": "pt", "packing": False}, {"stage": "sft"},
     )]  # fmt: skip
     assert packed == [True, False, False]
+
+
+def test_the_reference_is_a_network_of_its_own_unless_lora_alone_is_trained():
+    """0.9.5 train/trainer_utils.py `create_ref_model`."""
+    def reference(**asked):
+        return read(stage="dpo", **asked).job.reference
+
+    assert reference() == "adapter_off"
+    assert reference(ref_model="meta-llama/Meta-Llama-3-8B-Instruct") == "model"
+    assert reference(finetuning_type="oft") == "model"
+    assert reference(finetuning_type="oft", pref_loss="orpo") == "none"
+    assert reference(finetuning_type="full", pure_bf16=True) == "model"

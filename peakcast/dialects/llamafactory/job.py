@@ -157,7 +157,26 @@ def from_llamafactory(pasted: Pasted) -> Translation:
             translation = translation.changed(partial(TrainingJob.replace, optimizer=optimizer))
     who = f"LLaMA-Factory (train/{stage}/trainer.py)"
     job = with_shared_sequences(notes.include(translation), settings, "sequence_parallel_size", "cp_size")
-    return notes.finish(with_method(job, stage, "stage", notes, whole_logits=who, log_softmax=True))
+    job = with_method(job, stage, "stage", notes, whole_logits=who, log_softmax=True)
+    return notes.finish(_with_reference(job, settings, kind))
+
+
+def _with_reference(job: TrainingJob, settings: Settings, kind: str) -> TrainingJob:
+    """`job` with the frozen network that LLaMA-Factory keeps unless it trains by LoRA alone (0.9.5 train/trainer_utils.py
+    `create_ref_model`): another one, or the one that is trained, in the dtype in which it computes."""
+    named = settings.raw("ref_model")
+    if job.reference not in ("model", "adapter_off") or (kind == "lora" and not named):
+        return job
+    said = settings.notes.unsupported
+    if settings.raw("ref_model_quantization_bit") or (job.finetuning.quantization and not named):
+        said.append("The reference's quantised weights are counted whole.", "ref_model_quantization_bit", "less")
+    if job.precision.parameters != job.precision.compute:
+        said.append("The reference is counted in the dtype of what is trained; LLaMA-Factory halves it.", "bf16", "less")
+    if kind != "full":
+        settings.notes.assumptions.append("the reference is a frozen network of its own, beside the adapters.")
+    if named:
+        said.append(f"The reference (ref_model={named}) is counted as large as the network that is trained.", "ref_model")
+    return job.replace(loss=replace(job.loss, reference="model"))
 
 
 def _refuse_what_trains_nothing(settings: Settings) -> None:
