@@ -159,3 +159,10 @@ def test_four_bits_are_stored_and_scaled_as_their_own_arguments_say():
 def test_four_bits_with_adapters_on_whole_weights_are_refused():
     with pytest.raises(SpecError, match="load_in_4bit=True has no effect with adapter: lora"):
         read(**{**QLORA, "adapter": "lora"})
+
+
+def test_the_rank_of_an_optimizers_projection_is_read_as_a_mapping_or_a_text():
+    """core/builders/base.py: either becomes transformers' optim_args."""
+    for given in ({"rank": 1024, "scale": 0.25}, "rank=1024,scale=0.25"):
+        job = read(optimizer="galore_adamw", optim_target_modules=["mlp", "attn"], optim_args=given).job
+        assert job.framework_options["galore_rank"] == 1024

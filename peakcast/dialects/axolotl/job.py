@@ -40,6 +40,8 @@ def from_axolotl(pasted: Pasted) -> Translation:
     notes = Notes()
     settings = Settings(pasted.values, notes, "axolotl")
     training = renamed(settings, keys.TRAINING)
+    own = settings.raw("optim_args")  # core/builders/base.py joins a mapping to transformers' text
+    training["optim_args"] = ",".join(f"{key}={value}" for key, value in own.items()) if isinstance(own, Mapping) else own
     _batch(settings, training)
     method = settings.text("rl", "reward" if settings.switch("reward_model") else "sft").lower()
     generation = _generation(settings) if method == "grpo" else None
@@ -65,7 +67,7 @@ def from_axolotl(pasted: Pasted) -> Translation:
         **strategy,
         versions=pasted.versions.of("huggingface"),
         spell=speller(keys.TRAINING, keys.ADAPTER),
-        widens_for_fsdp2=False,  # axolotl 0.21 monkeypatch/accelerate/fsdp2.py replaces accelerate's function
+        widens_for_fsdp=(1,),  # axolotl 0.21 monkeypatch/accelerate/fsdp2.py replaces accelerate's function
     )
     job = notes.include(translation)
     if gptq and job.finetuning.quantization != "gptq":

@@ -62,7 +62,10 @@ KERNELS = {
     "flash_attn_rms_norm": "FlashAttention's RMSNorm", "flash_attn_fuse_mlp": "FlashAttention's MLP",
     "unsloth_lora_mlp": "Unsloth's kernels", "unsloth_lora_qkv": "Unsloth's kernels", "unsloth_lora_o": "Unsloth's kernels",
     "unsloth_cross_entropy_loss": "Unsloth's kernels", "unsloth_rms_norm": "Unsloth's kernels",
-    "chunked_cross_entropy": "the chunked cross entropy", "fp8": "FP8 training",
+    "chunked_cross_entropy": "the chunked cross entropy", "selective_checkpointing": "selective checkpointing",
+    "recompute_layer_types": "checkpoints of some layers only", "dpo_use_liger_kernel": "Liger's loss of preferences",
+    "deepcompile": "DeepCompile", "lora_embedding_kernel": "what LoRA's fused kernels keep", "fp32_norms": "norms in float32",
+    "fp8": "FP8 training",
     "relora": "ReLoRA", "relora_steps": "ReLoRA",
     "lisa_n_layers": "LISA",
     "loraplus_lr_ratio": "LoRA+", "qat": "quantization-aware training", "mora": "MoRA",
@@ -83,6 +86,10 @@ KERNELS = {
 """Keys that a job cannot express -> the name of the feature that they switch on."""
 LESS = {
     "tiled_mlp": "The MLP in tiles (tiled_mlp)",
+    "layer_offloading": "Layers in host memory (layer_offloading)",
+    "ple_cpu_offload": "A table in host memory (ple_cpu_offload)",
+    "freeze_mm_modules": "A frozen vision tower (freeze_mm_modules)",
+    "spectrum_top_fraction": "Training some layers only (spectrum_top_fraction)",
     "unfrozen_parameters": "Training some parameters only (unfrozen_parameters)",
 }
 """Keys that a job cannot express and that reduce memory; the job is predicted without them."""
@@ -102,7 +109,11 @@ OVERRIDING = ("overrides_of_model_config", "model_config")
 OVERRIDES = words("output_router_logits rope_theta rope_scaling rope_parameters use_cache max_position_embeddings")
 """Keys of a network's configuration that may be overridden without changing a shape."""
 IGNORED = words("""
-    is_llama_derived_model
+    is_llama_derived_model chunked_cross_entropy_num_chunks comet_api_key comet_experiment_config comet_experiment_key
+    comet_online comet_workspace dpo_label_smoothing dpo_loss_type dpo_loss_weights drop_system_message embedding_lr
+    embedding_lr_scale image_resize_algorithm image_size lm_eval_batch_size lm_eval_tasks lora_on_cpu merge_lora
+    processor_type profiler_steps_start spectrum_model_name trackio_project_name trackio_run_name trackio_space_id
+    train_on_eos train_on_eot use_comet use_trackio
     accelerator_config center_rewards_coefficient
     adam_beta1 adam_beta2 adam_beta3 adam_epsilon adam_epsilon2 added_tokens_overrides
     auto_resume_from_checkpoints axolotl_config_path base_model_config base_model_ignore_patterns batch_flattening
@@ -124,7 +135,7 @@ IGNORED = words("""
     lr_quadratic_warmup lr_scheduler lr_scheduler_kwargs max_grad_norm max_memory max_packed_sequence_len
     max_prompt_len max_steps mean_resizing_embeddings metric_for_best_model min_sample_len mlflow_experiment_name
     mlflow_tracking_uri model_type multipack_real_batches num_epochs
-    num_labels optim_args orpo_alpha output_dir pad_to_sequence_len
+    num_labels orpo_alpha output_dir pad_to_sequence_len
     pose_max_context_len pose_num_chunks pose_split_on_token_ids preprocess_iterable pretrain_multipack_attn
     pretrain_multipack_buffer_size pretraining_dataset pretraining_sample_concatenation profiler_steps
     push_dataset_to_hub quantization remove_unused_columns resume_from_checkpoint revision_of_model ring_attn_func

@@ -87,8 +87,8 @@ class _Run:
     num_gpus: int
     versions: Mapping[str, Any]
     notes: Notes
-    widens_for_fsdp2: bool
-    """Whether accelerate's `fsdp2_prepare_model` runs, which widens what it shards under mixed precision."""
+    widens_for_fsdp: tuple[int, ...]
+    """The versions of FSDP that accelerate itself prepares, which widens what it shards under mixed precision."""
 
     @property
     def is_modern(self) -> bool:
@@ -106,7 +106,7 @@ def from_huggingface(
     *,
     versions: Mapping[str, Any] | None = None,
     spell: Callable[[str], str] = str,
-    widens_for_fsdp2: bool = True,
+    widens_for_fsdp: tuple[int, ...] = (1, 2),
 ) -> Translation:
     """The job of a Trainer (or SFTTrainer) run on `num_gpus` GPUs.
 
@@ -114,7 +114,7 @@ def from_huggingface(
     TrainingArguments and SFTConfig, and how the model is loaded (`torch_dtype`, `attn_implementation`,
     `quantization_config`); the others have the keys of their libraries. `versions`: package versions (`transformers:
     "4.48.1"`), whose defaults are used. `spell` turns a key into the one that the user wrote, for messages.
-    `widens_for_fsdp2`: whether FSDP2 is prepared by accelerate's own function, which widens weights to float32.
+    `widens_for_fsdp`: the versions of FSDP that accelerate's own functions prepare, which widens weights to float32.
 
     Raises: SpecError or CatalogError naming the key, its value, the rule and the way out.
     """
@@ -132,7 +132,7 @@ def from_huggingface(
     engine, shards = _strategy(deepspeed, fsdp, training, notes)
     shards = started_with(shards, num_gpus, notes)
     refuse_teacher(training, "teacher_model_name_or_path")
-    model, widens = network_config(config), widens_for_fsdp2
+    model, widens = network_config(config), widens_for_fsdp
     run = _Run(config, model, architecture, training, adapter, engine, shards, num_gpus, versions, notes, widens)
     options: dict[str, Any] = {}
     job = _job(run, options)
@@ -204,7 +204,7 @@ def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Preci
     loaded = half if engine is not None and half is not None else weights
     widens = release(run.versions.get("peft", "0.12")) >= (0, 12)
     finetuning = finetuning_of(run.adapter, loaded, quantization, notes, options, widens)
-    widening = shards if run.widens_for_fsdp2 or (shards and fsdp_version(shards) != 2) else None
+    widening = shards if shards is not None and fsdp_version(shards) in run.widens_for_fsdp else None
     finetuning = widened_adapters(finetuning, half, widening, notes)
     if finetuning.quantization == "nf4" and quantized_compute(quantization, training) not in (None, half or weights):
         options["quantized_compute_dtype"] = quantized_compute(quantization, training)
