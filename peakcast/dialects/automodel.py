@@ -243,7 +243,8 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
         training["quantization_config"] = quantised
     elif settings.switch("quantization.load_in_8bit"):
         training["quantization_config"] = {"load_in_8bit": True}
-    for key in ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_use_double_quant"):
+    own = "load_in_8bit bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_use_double_quant"
+    for key in own.split():
         settings.given(f"quantization.{key}")
     whole = settings.switch("peft.match_all_linear") or not names
     adapter = {

@@ -31,7 +31,7 @@ FOUND = {
     "a NeMo 2 recipe": [NEMO_2, "nemo vlm finetune --factory x", "nemo.collections.llm.recipes.llama3_8b"],
     "an LLM Foundry configuration": [FOUNDRY, FOUNDRY_MPT],
     "an OLMo configuration": [OLMO],
-    "a NeMo RL configuration": [NEMO_RL],
+    "a NeMo RL configuration": [NEMO_RL, "uv run examples/run_grpo.py policy.model_name=x cluster.gpus_per_node=8\n"],
     "a Primus experiment": [PRIMUS],
     "an XTuner configuration": [XTUNER],
     "an InternEvo configuration": [REFUSED / "internevo.py"],

@@ -68,7 +68,7 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         "a NeMo RL configuration",
         POLICY,
-        ("policy.model_name policy.dtensor_cfg|policy.megatron_cfg",),
+        ("policy.model_name policy.dtensor_cfg|policy.megatron_cfg|cluster.gpus_per_node|cluster.num_nodes",),
     ),
     Foreign("a SkyRL command", POLICY, ("trainer.policy.model.path generator.n_samples_per_prompt",), ("skyrl",)),
     Foreign("an AReaL configuration", POLICY, ("allocation_mode actor|gconfig|model", "actor.mb_spec"), ("areal",)),

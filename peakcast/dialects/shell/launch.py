@@ -27,6 +27,8 @@ LAUNCHER_SWITCHES = words("""
     standalone multi_gpu use_fsdp use_deepspeed no_python use_env no_local_rank same_network use_cpu module m
 """)
 """Flags of launchers without a value."""
+SHORTENED = {"config": "config_file"}
+"""A launcher's flag as argparse takes it shortened (accelerate examples/slurm/submit_multinode_fsdp.sh) -> its name."""
 OF_OTHER_MACHINES = words("config_file exclude e hostfile H num_machines machine_rank")
 """Flags of accelerate and deepspeed that may leave out GPUs of this machine, or add those of others; without them, and
 without a number, they start a process for each GPU that they see."""
@@ -300,7 +302,7 @@ def _launcher_flags(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     own: dict[str, Any] = {}
     while words and words[0].startswith("-"):
         flag, equals, value = words[0].lstrip("-").partition("=")
-        key = flag.replace("-", "_")
+        key = SHORTENED.get(flag, flag.replace("-", "_"))
         words = words[1:]
         if equals:
             own[key] = value
