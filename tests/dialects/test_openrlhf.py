@@ -5,7 +5,8 @@ import pytest
 from peakcast.doors.questions import translation_of
 
 OLDER_SFT = (
-    "deepspeed --module openrlhf.cli.train_sft --max_len 4096 --dataset x --train_batch_size 256 --micro_train_batch_size 2 "
+    "deepspeed --module openrlhf.cli.train_sft --max_len 4096 --dataset x --train_batch_size 256 "
+    "--micro_train_batch_size 2 "
     "--pretrain qwen2.5-7b --zero_stage 2 --packing_samples --bf16 --gradient_checkpointing --lora_rank 16 --adam_offload\n"
 )
 NEWER_SFT = (

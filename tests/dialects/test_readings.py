@@ -134,6 +134,14 @@ def test_switches_of_scripts_with_adapters_of_their_own_are_read(key: str, metho
     assert [finding.parameter for finding in found.findings if finding.code == "setting_not_modelled"] == [key]
 
 
+def test_a_script_of_qlora_by_its_name_has_weights_of_four_bits_and_its_own_key_for_the_length() -> None:
+    """As `torchrun scripts/run_fsdp_qlora.py --config a.yaml`, which many guides to FSDP with QLoRA have."""
+    found = read("run_fsdp_qlora.py", bf16=True, max_seq_len=3072, fsdp="full_shard auto_wrap", gradient_checkpointing=True)
+    assert (found.job.finetuning.method, found.job.sequence_length) == ("qlora", 3072)
+    assert any("run_fsdp_qlora.py: weights are assumed in 4 bits by its name" in said for said in found.assumptions)
+    assert read("run_lora.py", bf16=True).job.finetuning.method == "lora"
+
+
 def test_transformers_4_loads_float32_where_its_script_says_no_dtype() -> None:
     name = "meta-llama/Llama-3.2-1B"
     values = {"model_name_or_path": name, "dataset_name": "wikitext", "output_dir": "o", "bf16": True}

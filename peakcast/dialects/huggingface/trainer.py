@@ -15,6 +15,7 @@ from peakcast.dialects.common.generation import READ, RLOO_BETA, SAMPLING, Gener
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import AlternativeReading, Notes, Settings, Translation
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
+from peakcast.dialects.huggingface.batch import OF_SCRIPTS
 from peakcast.dialects.huggingface.command import as_in_a_file
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.likely_runs import TRL, likely_runs
@@ -303,21 +304,7 @@ def _adapter(
     asked = _asked_for_adapters(settings, set(training), program)
     wanted = bool(asked)
     mapping = {name: training[key] for key, name in _ADAPTER.items() if training.get(key) is not None}
-    quantization: dict[str, Any] = {}
-    if settings.switch("load_in_4bit"):
-        nested = settings.switch("use_bnb_nested_quant")
-        computed = training.get("bnb_4bit_compute_dtype", trl_computes_in(training) if trl else None)
-        stored = settings.one_of("bnb_4bit_quant_storage", STORAGES[0], STORAGES)
-        quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": computed}
-        quantization["bnb_4bit_quant_storage"] = stored
-        if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
-            notes.unsupported.append(
-                "bnb_4bit_quant_type=fp4 is not modelled; nf4 is assumed, of the same size.", "bnb_4bit_quant_type"
-            )
-    elif settings.switch("load_in_8bit"):
-        quantization = {"load_in_8bit": True}
-    elif {"use_qlora", "q_lora"} & set(asked):
-        quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    quantization = _quantization(settings, training, asked, trl=trl)
     for key in (*_SWITCHES, *_ADAPTER, *_QUANTIZATION):
         training.pop(key, None)
     if "peft" in parts:
@@ -342,6 +329,33 @@ def _adapter(
     return mapping, quantization
 
 
+def _quantization(settings: Settings, training: Mapping[str, Any], asked: list[str], *, trl: bool) -> dict[str, Any]:
+    """The quantization of the base model, by TRL's keys, by switches of other scripts, or by the program's name, which is
+    the last of what `asked` for adapters."""
+    notes, twice = settings.notes, {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    if settings.switch("load_in_4bit"):
+        computed = training.get("bnb_4bit_compute_dtype", trl_computes_in(training) if trl else None)
+        if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
+            notes.unsupported.append(
+                "bnb_4bit_quant_type=fp4 is not modelled; nf4 is assumed, of the same size.", "bnb_4bit_quant_type"
+            )
+        return {
+            "load_in_4bit": True,
+            "bnb_4bit_use_double_quant": settings.switch("use_bnb_nested_quant"),
+            "bnb_4bit_compute_dtype": computed,
+            "bnb_4bit_quant_storage": settings.one_of("bnb_4bit_quant_storage", STORAGES[0], STORAGES),
+        }
+    if settings.switch("load_in_8bit"):
+        return {"load_in_8bit": True}
+    if {"use_qlora", "q_lora"} & set(asked):
+        return twice
+    if asked and "qlora" in asked[-1]:
+        what = "weights are assumed in 4 bits by its name, stored as bfloat16 as FSDP needs them"
+        notes.assumptions.append(f"{asked[-1]}: {what} (--method lora for whole ones).")
+        return {**twice, "bnb_4bit_quant_storage": "bfloat16"}
+    return {}
+
+
 def _asked_for_adapters(settings: Settings, given: set[str], program: str) -> list[str]:
     """The switches that ask for adapters, or the program, if its name does and no switch is given."""
     asked = [key for key in _SWITCHES if settings.switch(key)]
@@ -363,6 +377,6 @@ def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Not
     training["model_class"], length = SCORING_SCRIPTS.get(name, ("", 1024))
     if length != 1024 and length:
         training.setdefault("max_seq_length", length)
-    elif not {"block_size", "max_seq_length", "max_length"} & set(training):
+    elif not {"block_size", "max_seq_length", "max_length", *OF_SCRIPTS} & set(training):
         training["block_size"] = 1024  # run_clm.py: min(1024, tokenizer.model_max_length)
         notes.assumptions.append("block_size is not given; run_clm.py takes 1024, or fewer where the tokenizer has fewer.")
