@@ -17,7 +17,8 @@ NEWER_SFT = (
 )
 NEWER_PPO = (
     "python3 -m openrlhf.cli.train_ppo_ray --actor.num_nodes 1 --actor.num_gpus_per_node 8 --train.colocate_all "
-    "--vllm.num_engines 4 --vllm.gpu_memory_utilization 0.5 --vllm.enable_sleep --algo.advantage.estimator reinforce_baseline "
+    "--vllm.num_engines 4 --vllm.gpu_memory_utilization 0.5 --vllm.enable_sleep "
+    "--algo.advantage.estimator reinforce_baseline "
     "--actor.model_name_or_path qwen2.5-7b --reward.remote_url x --train.micro_batch_size 2 --train.batch_size 128 "
     "--rollout.n_samples_per_prompt 8 --data.max_len 4096 --ds.zero_stage 3 --actor.gradient_checkpointing_enable "
     "--ds.packing_samples --algo.kl.init_coef 1e-4"
