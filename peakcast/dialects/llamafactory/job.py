@@ -30,7 +30,7 @@ from peakcast.dialects.huggingface.balancing import KEY as BALANCING
 from peakcast.dialects.huggingface.evaluation import EVALUATION
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.parallelism import without_second_checkpoints
-from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.dialects.huggingface.post_training import with_method, with_own_reference
 from peakcast.jobs.spec import Optimizer, TrainingJob
 
 TRAINING = {
@@ -168,15 +168,13 @@ def _with_reference(job: TrainingJob, settings: Settings, kind: str) -> Training
     if job.reference not in ("model", "adapter_off") or (kind == "lora" and not named):
         return job
     said = settings.notes.unsupported
-    if settings.raw("ref_model_quantization_bit") or (job.finetuning.quantization and not named):
+    if settings.raw("ref_model_quantization_bit"):
         said.append("The reference's quantised weights are counted whole.", "ref_model_quantization_bit", "less")
     if job.precision.parameters != job.precision.compute:
         said.append("The reference is counted in the dtype of what is trained; LLaMA-Factory halves it.", "bf16", "less")
-    if kind != "full":
-        settings.notes.assumptions.append("the reference is a frozen network of its own, beside the adapters.")
     if named:
         said.append(f"The reference (ref_model={named}) is counted as large as the network that is trained.", "ref_model")
-    return job.replace(loss=replace(job.loss, reference="model"))
+    return with_own_reference(job, settings.notes, f"ref_model={named}" if named else f"finetuning_type={kind}")
 
 
 def _refuse_what_trains_nothing(settings: Settings) -> None:
