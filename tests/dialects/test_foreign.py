@@ -40,6 +40,10 @@ FOUND = {
         "vllm serve meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 2 --gpu-memory-utilization 0.9\n",
         REFUSED / "sglang.sh",
     ],
+    "an open-instruct command of reinforcement learning": [
+        "python open_instruct/grpo_fast.py --beta 0.0 --num_unique_prompts_rollout 128 --response_length 8192 "
+        "--per_device_train_batch_size 1 --deepspeed_stage 3\n",
+    ],
     "a SkyRL command": [
         "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=x\n",
         "trainer: {policy: {model: {path: x}}}\ngenerator: {n_samples_per_prompt: 5}\n",

@@ -333,3 +333,14 @@ def test_flags_and_versions_change_every_reading() -> None:
     changed = job_from_flags(text, {"micro_batch_size": 3}, [])
     assert isinstance(changed, Translation)
     assert {changed.job.micro_batch_size, *(reading.job.micro_batch_size for reading in changed.others)} == {3}
+
+
+def test_a_program_most_of_whose_keys_nobody_knows_is_another_ones() -> None:
+    """A few of the Trainer's keys by chance say too little for an answer; --dialect says that it is one."""
+    own = {f"key_of_its_own_{number}": number for number in range(8)}
+    with pytest.raises(SpecError, match="no configuration that is known here"):
+        read("learn.py", **own)
+    values = {"model_name_or_path": "qwen2.5-7b", "per_device_train_batch_size": 1, **own}
+    pasted = Pasted(values=values, program="learn.py")
+    assert len(translated(pasted, ReadOptions(dialect="training", num_gpus=1)).unknown) == 8
+    assert read("learn.py", key_of_its_own_1=1, bf16=True).unknown == ("key_of_its_own_1",)
