@@ -344,3 +344,12 @@ def test_a_program_most_of_whose_keys_nobody_knows_is_another_ones() -> None:
     pasted = Pasted(values=values, program="learn.py")
     assert len(translated(pasted, ReadOptions(dialect="training", num_gpus=1)).unknown) == 8
     assert read("learn.py", key_of_its_own_1=1, bf16=True).unknown == ("key_of_its_own_1",)
+
+
+def test_the_balancing_loss_that_trl_is_asked_for_is_said() -> None:
+    """trl 1.16 trainer/sft_trainer.py: `router_aux_loss_coef` switches `output_router_logits` on."""
+    asked = {**PLAIN, "model_name_or_path": "Qwen/Qwen3-30B-A3B", "router_aux_loss_coef": "0.001"}
+    found = [each.direction for each in translated(Pasted(values=asked, program="sft.py")).findings
+             if each.parameter == "router_aux_loss_coef"]  # fmt: skip
+    assert found == ["more"]
+    assert not any("balancing" in said for said in read("sft.py", router_aux_loss_coef=0.0).unsupported)

@@ -13,8 +13,9 @@ from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.generation import READ, RLOO_BETA, SAMPLING, Generation, generation_of
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import AlternativeReading, Notes, Settings, Translation
+from peakcast.dialects.common.translation import AlternativeReading, Notes, Settings, Translation, speller
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
+from peakcast.dialects.huggingface.balancing import KEY as BALANCING
 from peakcast.dialects.huggingface.batch import OF_SCRIPTS
 from peakcast.dialects.huggingface.command import as_in_a_file
 from peakcast.dialects.huggingface.job import from_huggingface
@@ -60,7 +61,7 @@ _QUANTIZATION = (
 )  # fmt: skip
 _SCRIPT = re.compile(
     r"dataset_.*|datasets?|model_(revision|code_revision|adapter_name)|base_model_revision|chat_template|trust_remote_code"
-    r"|ignore_bias_buffers|columns.*|streaming|test_split_size|config|system_prompt|router_aux_loss_coef|disable_dropout"
+    r"|ignore_bias_buffers|columns.*|streaming|test_split_size|config|system_prompt|disable_dropout"
     r"|pad_to_multiple_of|pad_token|truncation_mode|tools|max_prompt_length|max_completion_length"
     r"|cpo_alpha|simpo_gamma|alpha|is_encoder_decoder|tpo_(alpha|l_gamma)|label_pad_token_id|padding_value|generate_during_eval|discopop_tau|ld_alpha|loss_weights|f_.*|label_smoothing"
     r"|use_weighting|use_logits_to_keep|precompute_ref_batch_size|ref_.*|base_model_attribute_name|force_use_ref_model"
@@ -161,6 +162,8 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     versions = pasted.versions.of("huggingface")
     loss_options = take_sft_loss(training, method, versions, notes) if whose.trl else {}
     _note_images(training, notes)
+    training[BALANCING] = bool(Settings(training, notes, "trl").number("router_aux_loss_coef"))  # SFTTrainer.__init__
+    training.pop("router_aux_loss_coef", None)
     num_gpus = _take_from_launcher(launcher, pasted, training, notes)
     _drop(training, notes, lambda key: bool(_SCRIPT.fullmatch(key)))
     _drop(training, notes, lambda key: bool(OF_EXAMPLES.fullmatch(key)) and key not in ("block_size", "config_overrides"))
@@ -169,8 +172,9 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     _drop(training, notes, of_methods.__contains__)
     if training.get("packing") is True and whose.trl:
         training.setdefault("packing_strategy", "bfd")  # since trl 0.18
-    translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus, versions=versions)
-    job = notes.include(translation)
+    given = (model, training, adapter, deepspeed, launcher.fsdp, num_gpus)
+    spell = speller({"router_aux_loss_coef": BALANCING})
+    job = notes.include(from_huggingface(*given, versions=versions, spell=spell))
     job = job.replace(framework_options=FrozenMapping({**job.framework_options, **loss_options}))
     job = with_casts_of_trl(job, versions, notes) if whose.trl else job
     job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
