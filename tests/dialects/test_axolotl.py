@@ -166,3 +166,19 @@ def test_the_rank_of_an_optimizers_projection_is_read_as_a_mapping_or_a_text():
     for given in ({"rank": 1024, "scale": 0.25}, "rank=1024,scale=0.25"):
         job = read(optimizer="galore_adamw", optim_target_modules=["mlp", "attn"], optim_args=given).job
         assert job.framework_options["galore_rank"] == 1024
+
+
+def test_vllm_beside_the_step_has_its_own_section():
+    """axolotl 0.19 core/trainers/grpo/__init__.py: section `vllm` has its share of the GPU, and trl's default is 0.3."""
+    own = {"rl": "grpo", "vllm": {"gpu_memory_utilization": 0.6}}
+    together = read(**own, trl={"use_vllm": True, "vllm_mode": "colocate", "max_completion_length": 512})
+    assert together.job.other_memory_fraction == 0.6
+    loss = read(**own, trl={"use_vllm": True, "use_liger_loss": True, "loss_of_something": 1, "temperature": 1.0})
+    assert [each.direction for each in loss.findings if each.parameter == "trl.use_liger_loss"] == ["less"]
+    assert loss.unknown == ("trl.loss_of_something",)
+
+
+@pytest.mark.parametrize("more", [{"qat": {"weight_dtype": "int4"}}, {"kd_trainer": True}])
+def test_what_needs_more_than_the_answer_makes_it_uncertain(more):
+    (key,) = more
+    assert [each.direction for each in read(**more).findings if each.parameter == key] == ["more"]

@@ -11,7 +11,7 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.axolotl import keys as keys
-from peakcast.dialects.common.generation import READ, Generation, generation_of
+from peakcast.dialects.common.generation import READ, SAMPLING, Generation, generation_of
 from peakcast.dialects.common.mesh import meshed, ranks_of
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import (
@@ -160,8 +160,15 @@ def _units(job: TrainingJob) -> TrainingJob:
 def _generation(settings: Settings) -> Generation:
     """GRPO's settings: section `trl` has them under trl's names, and section `vllm` has those of a server (`axolotl
     vllm-serve`)."""
-    given = settings.raw("trl")
-    values = {key: value for key, value in (given if isinstance(given, Mapping) else {}).items() if value is not None}
+    given, server = (value if isinstance(value := settings.raw(key), Mapping) else {} for key in ("trl", "vllm"))
+    values = {str(key): value for key, value in given.items() if value is not None}
+    if values.get("vllm_mode") == "colocate":  # axolotl 0.19 core/trainers/grpo/__init__.py
+        for key in ("gpu_memory_utilization", "tensor_parallel_size"):
+            values.setdefault(f"vllm_{key}", server.get(key))
+    if values.pop("use_liger_loss", None):
+        what = "Liger's loss of GRPO (trl.use_liger_loss), which makes no whole logits, is not modelled."
+        settings.notes.unsupported.append(what, "trl.use_liger_loss", "less")
+    settings.notes.unknown += [f"trl.{key}" for key in values if key not in READ and not SAMPLING.fullmatch(key)]
     values.setdefault("beta", settings.number("rl_beta", 0.0))
     values.setdefault("max_prompt_length", settings.integer("max_prompt_len"))
     read = {key: values[key] for key in READ if values.get(key) is not None}
@@ -318,6 +325,7 @@ def _rest(settings: Settings) -> None:
             settings.notes.unsupported.append(f"What the plugin {name} changes is not modelled.", "plugins")
     together = all(settings.switch(key) for key in keys.LIGER)
     note_unsupported(settings, {key: what for key, what in keys.KERNELS.items() if not (together and key in keys.LIGER)})
+    note_unsupported(settings, keys.MORE, "more")
     for key, what in keys.LESS.items():
         if settings.raw(key):
             settings.notes.unsupported.append(

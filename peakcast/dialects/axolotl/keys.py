@@ -68,9 +68,9 @@ KERNELS = {
     "fp32_norms": "norms in float32", "fp8": "FP8 training",
     "relora": "ReLoRA", "relora_steps": "ReLoRA",
     "lisa_n_layers": "LISA",
-    "loraplus_lr_ratio": "LoRA+", "qat": "quantization-aware training", "mora": "MoRA",
+    "loraplus_lr_ratio": "LoRA+", "mora": "MoRA",
     "use_sonicmoe": "SonicMoE",
-    "use_scattermoe": "ScatterMoE", "kd_trainer": "distillation", "llama4_linearized_experts": "linearized experts",
+    "use_scattermoe": "ScatterMoE", "llama4_linearized_experts": "linearized experts",
     "tensor_parallel_size": "the Trainer's tensor parallelism together with sharding",
     "context_parallel_size": "what ring-flash-attn keeps and passes on",
     "sequence_parallel_degree": "what ring-flash-attn keeps and passes on",
@@ -84,6 +84,8 @@ KERNELS = {
     "quantize_moe_experts": "dequantizing experts that were quantized at load",
 }  # fmt: skip
 """Keys that a job cannot express -> the name of the feature that they switch on."""
+MORE = {"qat": "quantization-aware training", "kd_trainer": "distillation"}
+"""The same for what needs more than the answer."""
 LESS = {
     "tiled_mlp": "The MLP in tiles (tiled_mlp)",
     "layer_offloading": "Layers in host memory (layer_offloading)",

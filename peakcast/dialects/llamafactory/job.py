@@ -68,7 +68,6 @@ UNSUPPORTED = {
     "use_v1_kernels": "LLaMA-Factory's own kernels", "mixture_of_depths": "mixture of depths",
     "shift_attn": "LongLoRA's attention",
     "fp8": "FP8 training", "upcast_layernorm": "norms in float32",
-    "upcast_lmhead_output": "logits in float32",
     "resize_vocab": "a resized vocabulary", "add_tokens": "added tokens", "loraplus_lr_ratio": "LoRA+",
     "use_cce": "cut cross entropy",
     "tensor_model_parallel_size": "Megatron's tensor parallelism", "sequence_parallel": "Megatron's sequence parallelism",
@@ -76,8 +75,11 @@ UNSUPPORTED = {
     "expert_model_parallel_size": "Megatron's expert parallelism", "context_parallel_size": "context parallelism",
     "use_distributed_optimizer": "Megatron's distributed optimizer",
     "use_dft_loss": "the DFT loss", "use_eaft_loss": "EAFT's loss", "use_hyper_parallel": "HyperParallel",
-    "use_asft_loss": "the ASFT loss, which keeps a second network,",
 }  # fmt: skip
+MORE = {
+    "use_asft_loss": "the ASFT loss, which keeps a second network,", "upcast_lmhead_output": "logits in float32",
+}  # fmt: skip
+"""The same for what needs more than the answer."""
 PREFERENCES = ("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo")
 """Values of `pref_loss` (hparams/finetuning_args.py)."""
 IGNORED = words("""
@@ -349,6 +351,7 @@ def _note_optimizer(settings: Settings, training: dict[str, Any], key: str) -> N
 
 def _rest(settings: Settings) -> None:
     note_unsupported(settings, UNSUPPORTED)
+    note_unsupported(settings, MORE, "more")
     for key in ("gradient_checkpointing", "lora_target", "sequence_parallel_size", "cp_size"):
         settings.given(key)
     settings.note_left(IGNORED)
