@@ -186,7 +186,7 @@ def _architecture_key(name: str) -> str:
                 return known[candidate]
     raise CatalogError(
         f"architecture={name!r} is not in the catalog{near_misses(name.rsplit('/', 1)[-1], architecture_names()) or '.'}"
-        " Give the network's config.json (its path or its mapping) instead.",
+        " Give the network's config.json instead: by its path (--model, also beside a configuration) or as its mapping.",
         parameter="architecture",
         value=name,
     )

@@ -238,11 +238,13 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
         double = settings.switch("quantization.bnb_4bit_use_double_quant", True)
         computed = settings.raw("quantization.bnb_4bit_compute_dtype")
         quantised = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double, "bnb_4bit_compute_dtype": computed}
+        # 0.7.0 components/quantization/qlora.py `create_bnb_config`
         quantised["bnb_4bit_quant_storage"] = settings.one_of("quantization.bnb_4bit_quant_storage", "bfloat16", STORAGES)
         training["quantization_config"] = quantised
     elif settings.switch("quantization.load_in_8bit"):
         training["quantization_config"] = {"load_in_8bit": True}
-    for key in ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_use_double_quant"):
+    own = "load_in_8bit bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_use_double_quant"
+    for key in own.split():
         settings.given(f"quantization.{key}")
     whole = settings.switch("peft.match_all_linear") or not names
     adapter = {

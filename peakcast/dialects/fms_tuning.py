@@ -15,6 +15,7 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, renamed, speller
 from peakcast.dialects.huggingface.accelerate import launcher_with_engine
+from peakcast.dialects.huggingface.evaluation import EVALUATION
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.keys import IGNORED_TRAINING
 from peakcast.dialects.huggingface.quantization import AS_PARAMETERS
@@ -26,6 +27,7 @@ TRAINING = {
         "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "optim", "optim_args",
         "gradient_checkpointing_kwargs", "bf16", "fp16", "packing", "torch_compile", "use_liger_kernel",
         "neftune_noise_alpha", "ddp_bucket_cap_mb", "label_smoothing_factor", "max_seq_length", "fsdp", "fsdp_config",
+        *EVALUATION,
     )
 }  # fmt: skip
 ADAPTER = {"r": 8, "lora_alpha": 32, "lora_dropout": 0.05}

@@ -146,11 +146,15 @@ def _shape(settings: Settings, hidden: int, heads: int) -> dict[str, Any]:
     groups, width = settings.integer("num_kv_heads"), settings.integer("intermediate_size")
     for key in SHAPES:
         settings.given(key)
-    if settings.text("activation", "gelu") in ("swiglu", "geglu") or (groups and groups != heads):
+    # megatron/model/transformer.py LLaMAParallelMLP, as of configs/llama/7B.yml; later releases name the activation alone
+    own = settings.one_of("mlp_type", "regular", ("regular", "llama")) == "llama"
+    gated = own or settings.text("activation", "gelu") in ("swiglu", "geglu")
+    if gated or (groups and groups != heads):
+        third = 4 * hidden * 2 // 3
         return {
             "model_type": "llama",
             "num_key_value_heads": groups or heads,
-            "intermediate_size": width or 4 * hidden * 2 // 3,
+            "intermediate_size": width or (round_up(third, 256) if own else third),
             "hidden_act": "silu",
         }
     return {

@@ -21,6 +21,7 @@ from peakcast.dialects.common.translation import (
     speller,
 )
 from peakcast.dialects.huggingface.accelerate import launcher_with_engine
+from peakcast.dialects.huggingface.evaluation import EVALUATION
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.keys import IGNORED_TRAINING
 from peakcast.dialects.huggingface.post_training import with_method
@@ -38,7 +39,7 @@ TRAINING = {
     for key in (
         "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "optim", "optim_args",
         "gradient_checkpointing_kwargs", "bf16", "fp16", "torch_compile", "fsdp", "fsdp_config", "use_liger_kernel",
-        "neftune_noise_alpha", "ddp_bucket_cap_mb", "auto_find_batch_size", "label_smoothing_factor",
+        "neftune_noise_alpha", "ddp_bucket_cap_mb", "auto_find_batch_size", "label_smoothing_factor", *EVALUATION,
     )
 }  # fmt: skip
 """LMFlow's key -> the key of transformers' training arguments."""

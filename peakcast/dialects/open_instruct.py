@@ -91,7 +91,7 @@ def from_open_instruct(pasted: Pasted) -> Translation:
         fsdp,
         num_gpus,
         versions=pasted.versions.of("huggingface"),
-        widens_for_fsdp2=program != OLMO_CORE,
+        widens_for_fsdp=(1,) if program == OLMO_CORE else (1, 2),
     )
     job = notes.include(translation)
     if job.framework == "huggingface":  # the loop's variable `outputs` keeps them until its next assignment

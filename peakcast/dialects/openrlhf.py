@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from peakcast.core.fields import flat
 from peakcast.dialects.common.generation import Generation
 from peakcast.dialects.common.mesh import with_shared_sequences
 from peakcast.dialects.common.pasted import Pasted
@@ -22,24 +23,29 @@ from peakcast.dialects.common.translation import (
     Translation,
     note_numbers,
     note_unsupported,
+    speller,
 )
+from peakcast.dialects.huggingface.balancing import KEY as BALANCING
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.dialects.openrlhf_names import WITHOUT_EFFECT, by_older_names
 from peakcast.jobs.spec import TrainingJob
 
 METHODS = {"sft": "sft", "dpo": "dpo", "rm": "rm", "kto": "kto", "ppo": "grpo", "ppo_ray": "grpo"}
 """The part of a program's name after `train_` -> the training method."""
+LENGTHS = {"dpo": 512, "rm": 512, "kto": 512}
+"""Training method -> the default of max_len, where it is not 2,048."""
 UNSUPPORTED = {
     "ds_tensor_parallel_size": "DeepSpeed's tensor parallelism", "zpg": "ZeRO++",
     "grad_accum_dtype": "gradients added up in another dtype", "deepcompile": "DeepCompile",
     "freezing_actor_steps": "an actor that is frozen at first",
 }  # fmt: skip
-COUNTED = {"aux_loss_coef": "The experts' balancing loss", "nll_loss_coef": "A likelihood term on the preferences"}
+COUNTED = {"nll_loss_coef": "A likelihood term on the preferences"}
 """Settings that any number except 0 switches on -> the feature."""
 IGNORED = re.compile(
     r"(save|ckpt|max_ckpt|load|logging|eval|wandb|use_wandb|use_tensorboard|lr|adam_betas|l2|seed|local_rank|learning_rate"
     r"|dataset|input|output|apply_chat_template|tokenizer|prompt_data|prompt_key|chosen|rejected|label|train_split|value_head"
-    r"|reward|critic|normalize|top_p|temperature|eps_clip|dual_clip|value_clip|gamma|lambd|kl_|use_kl|policy_loss|entropy"
+    r"|reward|critic|normalize|top_p|temperature|eps_clip|dual_clip|value_clip|gamma|lambd|kl_|use_kl|policy_loss"
     r"|advantage|no_advantage|overlong|vllm|enforce_eager|num_episodes|rollout|micro_rollout|n_samples|ptx|dynamic_filtering"
     r"|ref_num|actor_(num|learning)|colocate|async|remote_rm|agent_func|enable_vllm|enable_prefix|perf|ring_head|full_determinism"
     r"|multiturn|pretrain_(mode|data|split)|compute_fp32|best_metric|train_max_tokens|desirable|undesirable|unpaired)\w*"
@@ -52,23 +58,26 @@ IGNORED = re.compile(
 def from_openrlhf(pasted: Pasted) -> Translation:
     """The job of an OpenRLHF command. Raises: SpecError naming the flag, its value, the rule and the way out."""
     notes = Notes()
-    values = {str(key).replace("-", "_"): value for key, value in pasted.values.items()}
-    settings = Settings(values, notes, "OpenRLHF")
+    values, spell = by_older_names({str(key).replace("-", "_"): value for key, value in flat(pasted.values).items()})
+    settings = Settings(values, notes, "OpenRLHF", spell)
     method = _method(settings, pasted.program)
     model = settings.model(pasted.model, "pretrain", "model_name_or_path")  # the second is its name since 2026
     num_gpus = _gpus(settings, pasted, method)
-    training = _training(settings, max(1, num_gpus // (settings.integer("ring_attn_size", 1) or 1)))
+    training = _training(settings, max(1, num_gpus // (settings.integer("ring_attn_size", 1) or 1)), method)
+    training[BALANCING] = bool(settings.number("aux_loss_coef"))  # models/actor.py
     generation = _generation(settings, training) if method == "grpo" else None
     adapter = _adapter(settings, training)
     sure, fsdp = settings.given("zero_stage") or settings.given("backend"), _fsdp2(settings)
     engine = {} if fsdp is not None else _engine(settings)
     note_unsupported(settings, UNSUPPORTED)
     note_numbers(settings, COUNTED, "more")
+    _note_entropy(settings)
 
     def job_of(under: Notes, *, shards: bool) -> TrainingJob:
         half = {"torch_dtype": "float32"} if shards else {}  # master weights; FSDP2 computes in param_dtype
         given = (model, {**training, **half}, adapter, None if shards else engine, fsdp if shards else None, num_gpus)
-        job = under.include(from_huggingface(*given, versions=pasted.versions.of("huggingface")))
+        spell = speller({"aux_loss_coef": BALANCING})
+        job = under.include(from_huggingface(*given, versions=pasted.versions.of("huggingface"), spell=spell))
         job = _with_a_ranks_part(job, Settings(values, under, "OpenRLHF"))
         who = "" if method == "sft" else "OpenRLHF (models/actor.py)"
         return with_method(job, method, "the program", under, generation=generation, whole_logits=who)
@@ -84,8 +93,17 @@ def from_openrlhf(pasted: Pasted) -> Translation:
         other = job.replace(attention="eager")  # models/actor.py until `--flash_attn` became `--attn_implementation`
         way_out = "Say which by --attn_implementation in the command."
         notes.others.append(AlternativeReading("an older OpenRLHF, eager without --flash_attn", other, way_out))
-    settings.note_left(IGNORED)
+    settings.note_left(IGNORED, WITHOUT_EFFECT)
     return notes.finish(job)
+
+
+def _note_entropy(settings: Settings) -> None:
+    """Note the entropy, which is made of all logits wherever it has a coefficient, be that 0 (0.11 models/actor.py
+    `compute_entropy`, trainer/ray/ppo_actor.py)."""
+    if settings.given("entropy_loss_coef"):
+        name = settings.spell("entropy_loss_coef")
+        what = f"The entropy of all logits ({name}), whose softmax in float32 is kept for backward, is not modelled."
+        settings.notes.unsupported.append(what, name, "more")
 
 
 def _asks_for_attention(settings: Settings) -> bool:
@@ -111,7 +129,7 @@ def _gpus(settings: Settings, pasted: Pasted, method: str) -> int:
     return pasted.gpus(settings.notes, 8, ", those of a node, which `deepspeed --module` takes")
 
 
-def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
+def _training(settings: Settings, num_gpus: int, method: str) -> dict[str, Any]:
     """The training settings under the names of transformers' TrainingArguments."""
     notes = settings.notes
     micro = settings.size("micro_train_batch_size", 8, assume=True)
@@ -127,7 +145,7 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
     training: dict[str, Any] = {
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": max(1, total // (micro * num_gpus)),
-        "max_length": settings.size("max_len", 2048, assume=not settings.given("generate_max_len")),
+        "max_length": settings.size("max_len", LENGTHS.get(method, 2048), assume=not settings.given("generate_max_len")),
         "padding_free": packs,
         dtype: True,
         "torch_dtype": dtype,
@@ -157,7 +175,8 @@ def _engine(settings: Settings) -> Mapping[str, Any]:
         zero |= dict.fromkeys(("stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"), "auto")
     if settings.switch("overlap_comm"):
         zero |= {"overlap_comm": True, "contiguous_gradients": True}
-    return {"zero_optimization": zero, "optimizer": {"type": "AdamW"}}
+    named = settings.one_of("optim", "adam", ("adam", "muon"))
+    return {"zero_optimization": zero, "optimizer": {"type": "Muon" if named == "muon" else "AdamW"}}
 
 
 def _fsdp2(settings: Settings) -> dict[str, Any] | None:
@@ -199,9 +218,12 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
 def _generation(settings: Settings, training: dict[str, Any]) -> Generation:
     """The actor's update: the length of prompts with completions, and what else is on the actor's GPUs."""
     notes = settings.notes
-    length = settings.size("prompt_max_len", 1024, assume=True) + settings.size("generate_max_len", 1024, assume=True)
+    length = settings.integer("max_len")  # of both, which is all that 0.11 has
+    if length is None:
+        length = settings.size("prompt_max_len", 1024, assume=True) + settings.size("generate_max_len", 1024, assume=True)
+    settings.given("prompt_max_len"), settings.given("generate_max_len")
     if not settings.switch("use_dynamic_batch"):
-        training["max_length"] = settings.integer("max_len") or length
+        training["max_length"] = length
     notes.assumptions.append(f"the sequences of the actor's update are prompts with their completions, of {length} tokens.")
     together = settings.switch("colocate_all_models")
     share = 0.0

@@ -18,6 +18,7 @@ from peakcast.dialects.common.asked_versions import AskedVersions
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation
 from peakcast.dialects.huggingface.dtypes import FROM_PRETRAINED
+from peakcast.dialects.huggingface.post_training import with_own_reference
 from peakcast.dialects.huggingface.trainer import PARTS, from_parts
 from peakcast.dialects.huggingface.trl_adapters import prepared_for_kbit_training
 from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH
@@ -96,9 +97,19 @@ def values_of(calls: Sequence[FunctionCall], source: str) -> dict[str, Any]:
     prepared = last.get("prepare_model_for_kbit_training", FunctionCall("", (), {"use_gradient_checkpointing": False}))
     asked = prepared.keywords.get("use_gradient_checkpointing", True) is True
     names["checkpoints"] = asked or "gradient_checkpointing_enable" in last
+    names["reference"] = _reference(trainer)
     names["cut_at"], names["targets_cut_at"] = _longest_texts(calls)
     names["loads_first"] = bool(loaders) and calls.index(loader) < calls.index(chosen)
     return {ROLE: {**names, "not_given": lost, "versions": versions, "standby": sleeps}, **plain}
+
+
+def _reference(trainer: FunctionCall) -> str:
+    """The source of the network that the program gives a trainer of preferences as reference, which TRL then keeps beside
+    adapters too (trl 1.16 trainer/dpo_trainer.py, kto_trainer.py); "" where it is None, or only running would tell."""
+    second = trainer.arguments[1] if len(trainer.arguments) > 1 else None
+    given = trainer.keywords.get("ref_model", second)
+    source = given.source if isinstance(given, NotGiven) else given if isinstance(given, str) else ""
+    return "" if " if " in source else source[:80]
 
 
 def _longest_texts(calls: Sequence[FunctionCall]) -> tuple[int | None, int | None]:
@@ -166,6 +177,8 @@ def from_python_script(pasted: Pasted) -> Translation:
     versions = _versions(about, pasted.versions, unsloth=unsloth)
     inner = replace(pasted, values=training, companions=companions, versions=versions, program=program)
     job = notes.include(from_parts(inner, "training", whose))
+    if (reference := about.get("reference")) and job.reference == "adapter_off":
+        job = with_own_reference(job, notes, f"the trainer gets ref_model={reference}")
     if about.get("widens"):
         job = _widened(job, notes)
     if about.get("loads_first"):

@@ -11,13 +11,16 @@ from typing import Any
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, renamed, speller
 from peakcast.dialects.huggingface.accelerate import launcher_beside
+from peakcast.dialects.huggingface.evaluation import EVALUATION
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.keys import IGNORED_TRAINING
 
 TRAINING = {
     key: key
-    for key in ("bf16", "fp16", "torch_compile", "ddp_bucket_cap_mb", "auto_find_batch_size", "label_smoothing_factor")
-}
+    for key in (
+        "bf16", "fp16", "torch_compile", "ddp_bucket_cap_mb", "auto_find_batch_size", "label_smoothing_factor", *EVALUATION,
+    )
+}  # fmt: skip
 """Keys of transformers' training arguments with defaults of their own there."""
 IGNORED = re.compile(
     r"dataset(_format)?|(eval|max_train|max_eval|max_mmlu)_\w*samples|eval_dataset_size|(do_)?mmlu_\w+|train_on_source|cache_dir"

@@ -36,6 +36,8 @@ class ReadOptions:
 
 
 NOTHING = ReadOptions()
+FEWEST_UNKNOWN = 6
+"""So many unknown keys make training arguments another program's, if they are most of the keys."""
 
 
 def translated(pasted: Pasted, options: ReadOptions = NOTHING) -> Translation:
@@ -61,6 +63,8 @@ def translated(pasted: Pasted, options: ReadOptions = NOTHING) -> Translation:
         job = notes.include(_reader(name)(pasted))
     except SpecError as error:
         raise pasted.explained(error) from None
+    if name == "training" and forced is None and _mostly_unknown(pasted, notes):
+        raise _not_recognised(pasted)
     notes.others += _other_readings(pasted, name, found[1:], job)
     if name not in HUGGING_FACE_PARTS:
         _note_unused(pasted, options, notes)
@@ -76,6 +80,12 @@ def _with_options(pasted: Pasted, options: ReadOptions) -> Pasted:
         model=options.model or pasted.model,
         versions=options.versions,
     )
+
+
+def _mostly_unknown(pasted: Pasted, notes: Notes) -> bool:
+    """Whether so few keys of `pasted` are known that it is another program's, which has some of the Trainer's by chance."""
+    unknown = len(set(notes.unknown).intersection(map(str, pasted.values)))
+    return unknown >= FEWEST_UNKNOWN and 2 * unknown > len(pasted.values)
 
 
 def _not_recognised(pasted: Pasted) -> SpecError:

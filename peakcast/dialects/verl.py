@@ -37,7 +37,7 @@ IGNORED = re.compile(
     r"|data\.(?!max_|micro_|train_batch_size).*|data\.train_batch_size|data\.max_(prompt|response)_length|data\.train_max_samples|data\.val_max_samples"
     rf"|({ROLES}\.)?(rollout|ref|hybrid_engine|nccl_timeout)(\..*|$)|{ROLES}\.(rollout|ref|hybrid_engine|nccl_timeout)(\..*|$)"
     r"|(.*\.)?(optim|policy_loss|checkpoint|profiler|router_replay|qat)\..*|(.*\.)?optim"
-    r"|(.*\.)?(clip_ratio\w*|entropy_coeff|kl_loss_\w+|use_kl_loss|loss_agg_mode|ppo_epochs|shuffle|grad_clip|data_loader_seed|_target_"
+    r"|(.*\.)?fused_kernel_options\..*|(.*\.)?(clip_ratio\w*|entropy_coeff|kl_loss_\w+|use_kl_loss|loss_agg_mode|ppo_epochs|shuffle|grad_clip|data_loader_seed|_target_"
     r"|ppo_mini_batch_size|loss_scale_factor|tis_imp_ratio_cap|calculate_\w+|rollout_n|external_lib|trust_remote_code|use_shm"
     r"|tokenizer_path|hf_config_path|custom_chat_template|custom_cls|seed|forward_only|full_determinism|use_rollout_log_probs)"
     r"|(.*\.)?fsdp_config\.(wrap_policy.*|forward_prefetch|use_orig_params|_target_|dtype|seed|mixed_precision)"
@@ -53,6 +53,7 @@ OPTIMIZERS = {
     "torchao.optim.AdamW4bit": "adamw_torch_4bit",
 }  # fmt: skip
 """A class of an optimizer -> its name in transformers."""
+QAT = "training for quantisation"
 NEWER_SFT = re.compile(r"(^|[./])sft_trainer(_ray)?(\.py)?$")
 """verl's program of supervised fine-tuning since fsdp_sft_trainer."""
 SFT_SWITCHES = ("data.use_dynamic_bsz", "model.use_remove_padding", "model.enable_gradient_checkpointing")
@@ -65,8 +66,7 @@ DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16
 def from_verl(pasted: Pasted) -> Translation:
     """The job of a verl configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
-    given = flat(pasted.values).items()
-    values = {str(key).lstrip("+"): None if value in NOT_SET else value for key, value in given}
+    values = {str(key).lstrip("+"): None if value in NOT_SET else value for key, value in flat(pasted.values).items()}
     settings = Settings(values, notes, "verl")
     updates = any(key.startswith(ROLES) for key in values) or "main_ppo" in pasted.program
     if not updates and pasted.program:
@@ -87,7 +87,8 @@ def from_verl(pasted: Pasted) -> Translation:
         fsdp = _fsdp(settings, inside, training)
         adapter = _adapter(settings, model)
         versions = pasted.versions.of("huggingface")
-        job = notes.include(from_huggingface(name, training, adapter, None, fsdp, num_gpus, versions=versions))
+        given = (name, training, adapter, None, fsdp, num_gpus)
+        job = notes.include(from_huggingface(*given, versions=versions, widens_for_fsdp=()))  # verl wraps it by itself
         job = _sequence_parallelism(settings, inside, job)
         if generation is not None:
             notes.assumptions.append(
@@ -264,6 +265,8 @@ def _note_unmodelled(settings: Settings, inside: str, model: str) -> None:
         )
     if settings.switch(f"{model}enable_activation_offload"):
         note_two_layers(settings.notes, settings.spell(f"{model}enable_activation_offload"))
+    note_unsupported(settings, {f"{inside}{key}qat.enable": QAT for key in ("", "fsdp_config.")}, "more")
+    note_unsupported(settings, {"distillation.enabled": "distillation from a teacher"}, "more")
     for key in ("entropy_checkpointing", "entropy_from_logits_with_chunking", "use_torch_compile"):
         settings.given(f"{inside}{key}")
 

@@ -9,7 +9,8 @@ from peakcast.core.errors import CatalogError
 
 REQUIRED_GPUS = (
     "A100-40GB A100-80GB H100-80GB H100-PCIe-80GB H100-NVL-94GB H200 B200 GB200 B300 L40S L4 A10 A10G T4 V100-16GB "
-    "V100-32GB A6000 RTX6000-Ada RTX3090 RTX4090 RTX5090 A40 H20-96GB H800-80GB A800-80GB"
+    "V100-32GB A6000 RTX6000-Ada RTX2080Ti RTX3060 RTX3080 RTX3090 RTX4080 RTX4090 RTX5080 RTX5090 A40 H20-96GB H800-80GB "
+    "A800-80GB"
 )
 THREADS_PER_SM = {(7, 0): 2048, (7, 5): 1024, (8, 0): 2048, (8, 6): 1536, (8, 9): 1536, (9, 0): 2048}
 THREADS_PER_SM |= {(10, 0): 2048, (10, 3): 2048, (12, 0): 1536}
@@ -34,7 +35,7 @@ def test_every_number_says_where_it_is_from(name: str) -> None:
 def test_threads_per_multiprocessor_follow_from_the_compute_capability(name: str) -> None:
     device = catalog.gpu(name)
     assert device.max_threads_per_sm == THREADS_PER_SM[device.compute_capability]
-    assert 40 <= device.num_sms <= 192
+    assert 28 <= device.num_sms <= 192  # of an RTX 3060, and of a whole GB202
 
 
 @pytest.mark.parametrize("name", REQUIRED_GPUS.split())
@@ -52,6 +53,9 @@ def test_the_gpus_people_train_on_are_there(name: str) -> None:
         ("Tesla T4", "T4"),
         ("h100-80gb", "H100-80GB"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
+        ("NVIDIA GeForce RTX 3060", "RTX3060"),
+        ("RTX 3060", "RTX3060"),
+        ("rtx-4070-ti", "RTX4070Ti"),
     ],
 )
 def test_a_gpu_is_found_as_torch_names_it_and_in_any_case(written: str, name: str) -> None:

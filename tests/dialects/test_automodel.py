@@ -63,3 +63,11 @@ def test_other_networks_are_refused():
     for kind in ("NeMoAutoModelForBiencoder", "NeMoAutoModelBiEncoder", "NeMoAutoModelForSequenceClassification"):
         with pytest.raises(SpecError, match="trains no language model"):
             read(model={"_target_": f"nemo_automodel.{kind}.from_pretrained"})
+
+
+def test_four_bits_and_eight_are_both_said_in_a_recipe():
+    """nemo_automodel 0.7.0 components/quantization/qlora.py `create_bnb_config`: storage in bfloat16 by default."""
+    four = {"load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
+    found = read(quantization=four, peft={"_target_": "nemo_automodel.components._peft.lora.PeftConfig", "dim": 16})
+    assert (found.job.finetuning.quantization, found.unknown) == ("nf4", ())
+    assert "quantized_storage" not in found.job.framework_options

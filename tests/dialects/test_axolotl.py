@@ -47,7 +47,7 @@ def test_noise_on_the_embeddings_is_read(key):
 
 @pytest.mark.parametrize("key", ["overrides_of_model_config", "model_config"])
 def test_another_shape_of_the_network_is_said(key):
-    assert read(**{key: {"output_router_logits": True, "rope_theta": 1e6}}).unsupported == ()
+    assert read(**{key: {"output_router_logits": True, "rope_theta": 1e6}}).unsupported == ()  # no experts here
     assert any("num_hidden_layers" in sentence for sentence in read(**{key: {"num_hidden_layers": 4}}).unsupported)
 
 
@@ -129,3 +129,56 @@ def test_fsdp2_has_the_units_of_axolotls_own_preparation():
     found = read(fsdp_config=fsdp, adapter="lora", lora_r=8, lora_target_linear=True, liger_fused_linear_cross_entropy=True)
     assert found.job.framework_options["fsdp2_units"] == "root"
     assert "fsdp2_units" not in read().job.framework_options
+
+
+def test_an_evaluation_of_more_sequences_than_training_passes_is_said():
+    """As many as training passes, unless eval_batch_size says otherwise; none without something held out."""
+    evaluates = {"val_set_size": 0.05, "evals_per_epoch": 4}
+    found = [each for each in read(**evaluates, eval_batch_size=4).findings if "Evaluation" in each.sentence]
+    assert [(each.parameter, each.direction) for each in found] == [("eval_batch_size", "more")]
+    for other in (evaluates, {"eval_batch_size": 4, "val_set_size": 0.0}, {"eval_batch_size": 4, "val_set_size": 0.05}):
+        assert not any("Evaluation" in said for said in read(**other).unsupported)
+        assert read(**other).unknown == ()
+
+
+def test_the_balancing_loss_of_experts_is_said():
+    found = read("mistralai/Mixtral-8x7B-v0.1", overrides_of_model_config={"output_router_logits": True}).findings
+    assert [each.direction for each in found if each.parameter == "output_router_logits"] == ["more"]
+
+
+def test_four_bits_are_stored_and_scaled_as_their_own_arguments_say():
+    """axolotl 0.19 loaders/model.py `_set_quantization_config`."""
+    shards = {"fsdp_version": 2, "fsdp_config": {"offload_params": False}}
+    stored = read(**QLORA, **shards, bnb_config_kwargs={"bnb_4bit_quant_storage": "uint8"}).job
+    assert stored.framework_options["quantized_storage"] == "uint8"
+    assert "quantized_storage" not in read(**QLORA, **shards).job.framework_options
+    once = read(**QLORA, bnb_config_kwargs={"bnb_4bit_use_double_quant": False, "bnb_4bit_quant_type": "fp4"})
+    assert (once.job.finetuning.double_quantization, once.unknown) == (False, ())
+
+
+def test_four_bits_with_adapters_on_whole_weights_are_refused():
+    with pytest.raises(SpecError, match="load_in_4bit=True has no effect with adapter: lora"):
+        read(**{**QLORA, "adapter": "lora"})
+
+
+def test_the_rank_of_an_optimizers_projection_is_read_as_a_mapping_or_a_text():
+    """core/builders/base.py: either becomes transformers' optim_args."""
+    for given in ({"rank": 1024, "scale": 0.25}, "rank=1024,scale=0.25"):
+        job = read(optimizer="galore_adamw", optim_target_modules=["mlp", "attn"], optim_args=given).job
+        assert job.framework_options["galore_rank"] == 1024
+
+
+def test_vllm_beside_the_step_has_its_own_section():
+    """axolotl 0.19 core/trainers/grpo/__init__.py: section `vllm` has its share of the GPU, and trl's default is 0.3."""
+    own = {"rl": "grpo", "vllm": {"gpu_memory_utilization": 0.6}}
+    together = read(**own, trl={"use_vllm": True, "vllm_mode": "colocate", "max_completion_length": 512})
+    assert together.job.other_memory_fraction == 0.6
+    loss = read(**own, trl={"use_vllm": True, "use_liger_loss": True, "loss_of_something": 1, "temperature": 1.0})
+    assert [each.direction for each in loss.findings if each.parameter == "trl.use_liger_loss"] == ["less"]
+    assert loss.unknown == ("trl.loss_of_something",)
+
+
+@pytest.mark.parametrize("more", [{"qat": {"weight_dtype": "int4"}}, {"kd_trainer": True}])
+def test_what_needs_more_than_the_answer_makes_it_uncertain(more):
+    (key,) = more
+    assert [each.direction for each in read(**more).findings if each.parameter == key] == ["more"]

@@ -31,7 +31,7 @@ FOUND = {
     "a NeMo 2 recipe": [NEMO_2, "nemo vlm finetune --factory x", "nemo.collections.llm.recipes.llama3_8b"],
     "an LLM Foundry configuration": [FOUNDRY, FOUNDRY_MPT],
     "an OLMo configuration": [OLMO],
-    "a NeMo RL configuration": [NEMO_RL],
+    "a NeMo RL configuration": [NEMO_RL, "uv run examples/run_grpo.py policy.model_name=x cluster.gpus_per_node=8\n"],
     "a Primus experiment": [PRIMUS],
     "an XTuner configuration": [XTUNER],
     "an InternEvo configuration": [REFUSED / "internevo.py"],
@@ -39,6 +39,10 @@ FOUND = {
     "an inference server": [
         "vllm serve meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 2 --gpu-memory-utilization 0.9\n",
         REFUSED / "sglang.sh",
+    ],
+    "an open-instruct command of reinforcement learning": [
+        "python open_instruct/grpo_fast.py --beta 0.0 --num_unique_prompts_rollout 128 --response_length 8192 "
+        "--per_device_train_batch_size 1 --deepspeed_stage 3\n",
     ],
     "a SkyRL command": [
         "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=x\n",

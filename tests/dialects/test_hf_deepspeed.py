@@ -91,3 +91,15 @@ def test_what_offloading_is_asked_beyond_its_place_is_said():
 def test_two_ways_to_shard_at_once_are_refused():
     with pytest.raises(SpecError, match="fsdp and deepspeed are both given"):
         from_huggingface("gpt2", {}, deepspeed={"zero_optimization": {"stage": 3}}, fsdp={"version": 2}, num_gpus=4)
+
+
+@pytest.mark.parametrize("key", ["zero_hpz_partition_size", "mics_shard_size"])
+def test_what_keeps_more_on_each_rank_needs_more(key):
+    """deepspeed 0.19.8 runtime/zero/config.py, whose defaults, 1 and -1, change nothing."""
+    def findings(value):
+        zero = {"stage": 3, key: value, "zero_quantized_weights": False}
+        found = translate(num_gpus=8, bf16=True, deepspeed={"zero_optimization": zero, "bf16": {"enabled": True}})
+        return [each.direction for each in found.findings if each.parameter.startswith("zero_optimization.")]
+
+    assert findings(4) == ["more"]
+    assert findings(1) == findings(-1) == []

@@ -101,7 +101,7 @@ def test_what_the_hub_does_not_give_is_said_with_the_way_out(server, name, says)
     with pytest.raises(CatalogError) as caught:
         resolve_architecture(name)
     assert says in caught.value.message
-    assert "config.json (its path or its mapping) instead" in caught.value.message
+    assert "config.json instead: by its path (--model" in caught.value.message
     assert time.monotonic() - begun < 3
 
 

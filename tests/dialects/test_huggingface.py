@@ -280,7 +280,7 @@ _WITH_MEANING = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16", "deepspeed", "fsdp",
     "fsdp_config", "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile", "use_liger_kernel",
     "label_smoothing_factor", "auto_find_batch_size", "parallelism_config", "ddp_bucket_cap_mb", "weight_decay",
-    "per_device_eval_batch_size",
+    "per_device_eval_batch_size", "eval_strategy",
 }  # fmt: skip
 
 

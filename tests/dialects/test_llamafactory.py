@@ -183,3 +183,51 @@ def test_flash_attn_was_a_switch():
         "--model_name_or_path gpt2 --template qwen --per_device_train_batch_size 1 --output_dir o --bf16 --flash_attn\n"
     )
     assert translation_of(text).job.attention == "flash_attention_2"
+
+
+def test_an_evaluation_of_more_sequences_than_training_passes_is_said():
+    """transformers' default is 8 of them; src/llamafactory/hparams/training_args.py has no other."""
+    found = [each for each in read(eval_strategy="steps", val_size=0.1).findings if "Evaluation" in each.sentence]
+    assert [(each.parameter, each.direction) for each in found] == [("per_device_eval_batch_size", "more")]
+    assert not any("Evaluation" in said for said in read(eval_strategy="steps", per_device_eval_batch_size=1).unsupported)
+    assert not any("Evaluation" in said for said in read(per_device_eval_batch_size=8).unsupported)
+
+
+def test_the_balancing_loss_of_experts_is_said_with_its_size():
+    """Of 48 layers with 128 experts, 8 for each token: 6 bytes for each logit, and 12 for each element of the masks
+    (transformers 4 `load_balancing_loss_func`)."""
+    found = read("Qwen/Qwen3-30B-A3B", moe_aux_loss_coef=0.001, cutoff_len=4096)
+    logits = 4096 * 128 * 48
+    said = next(each for each in found.findings if each.parameter == "moe_aux_loss_coef")
+    assert f"{6 * logits / 2**30:.2f} GiB" in said.sentence
+    assert f"{12 * 8 * logits / 2**30:.1f} GiB" in said.sentence
+    for model, coefficient in (("Qwen/Qwen3-30B-A3B", 0.0), ("Qwen/Qwen3-8B", 0.001)):
+        assert not any("balancing" in one for one in read(model, moe_aux_loss_coef=coefficient).unsupported)
+
+
+def test_fully_trained_weights_are_widened_however_they_are_divided():
+    """0.9.5 model/adapter.py `init_adapter`: except by ZeRO-3 and pure_bf16; before, accelerate widened FSDP's."""
+    for divided, gpus in (("full_shard auto_wrap", 1), ("full_shard auto_wrap", 2), ("", 1)):
+        values = {"model_name_or_path": "Qwen/Qwen3-8B", "stage": "sft", "finetuning_type": "full", "template": "qwen3"}
+        pasted = Pasted(values={**values, "bf16": True, "per_device_train_batch_size": 1, "fsdp": divided})
+        assert translated(pasted, ReadOptions(num_gpus=gpus)).job.precision.parameters == "float32"
+
+
+def test_pretraining_packs_unless_told_otherwise():
+    """hparams/parser.py `get_train_args`."""
+    packed = [not any("padded to" in said for said in read(**asked).assumptions) for asked in (
+        {"stage": "pt"}, {"stage": "pt", "packing": False}, {"stage": "sft"},
+    )]  # fmt: skip
+    assert packed == [True, False, False]
+
+
+def test_the_reference_is_a_network_of_its_own_unless_lora_alone_is_trained():
+    """0.9.5 train/trainer_utils.py `create_ref_model`."""
+    def reference(**asked):
+        return read(stage="dpo", **asked).job.reference
+
+    assert reference() == "adapter_off"
+    assert reference(ref_model="meta-llama/Meta-Llama-3-8B-Instruct") == "model"
+    assert reference(finetuning_type="oft") == "model"
+    assert reference(finetuning_type="oft", pref_loss="orpo") == "none"
+    assert reference(finetuning_type="full", pure_bf16=True) == "model"

@@ -316,3 +316,15 @@ def test_gptqs_packed_weights_are_buffers_which_fsdp_does_not_divide():
     divided = whole.replace(framework_options=FrozenMapping())
     held = [int(ledger(job).totals[-1]) for job in (whole, divided)]
     assert held[0] - held[1] == pytest.approx(6.98e9 / 2 * 3 / 4, rel=0.02)
+
+
+def test_accelerates_file_is_read_by_its_flags_short_name_too(tmp_path):
+    """As in accelerate's examples/slurm/submit_multinode_fsdp.sh; argparse takes a flag's beginning for the flag."""
+    (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nmixed_precision: bf16\n")
+    (tmp_path / "run.sh").write_text(
+        'export L="accelerate launch --config ${ACCELERATE_DIR}fsdp.yaml --num_processes 8"\n'
+        'export C="$L run_clm.py --model_name_or_path qwen2.5-7b --per_device_train_batch_size 1 --block_size 512"\n'
+        "srun $C --bf16\n"
+    )
+    read = translation_of(tmp_path / "run.sh")
+    assert (read.job.parallelism.sharding, read.job.parallelism.data_parallel_size, read.unknown) == ("fsdp2", 8, ())

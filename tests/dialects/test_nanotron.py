@@ -108,3 +108,8 @@ def test_the_older_key_for_recomputation():
         assert found.unknown == ()
     with pytest.raises(SpecError, match="must be selective, full or null"):
         read(is_llama_config=True, intermediate_size=512, parallelism={"recompute_granularity": "some"})
+
+
+def test_a_family_that_it_is_not_is_no_unknown_key():
+    found = read(is_llama_config=True, is_qwen2_config=False)
+    assert (found.unknown, found.job.architecture.model_type) == ((), "llama")

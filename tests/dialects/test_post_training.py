@@ -255,3 +255,22 @@ def test_the_answer_says_how_that_release_makes_log_probabilities(release, says)
     read = translation_of(KTO, ReadOptions(versions=AskedVersions(FrozenMapping({"trl": release}))))
     (said,) = [sentence for sentence in read.assumptions if "log-probabilities are made" in sentence]
     assert says in said
+
+
+def test_verl_divides_weights_by_itself_in_the_dtype_that_it_loads():
+    """verl 0.9.1 workers/engine/fsdp: accelerate, which would widen them, has no part in it."""
+    command = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=qwen2.5-7b "
+    command += "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 trainer.n_gpus_per_node=8 "
+    for strategy in ("fsdp", "fsdp2"):
+        given = f"{command}actor_rollout_ref.actor.strategy={strategy} "
+        assert translation_of(f"{given}\n").job.precision.parameters == "float32"
+        narrow = translation_of(f"{given}actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16\n").job.precision
+        assert (narrow.parameters, narrow.optimizer_states) == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize("key", ["distillation.enabled", "actor_rollout_ref.actor.fsdp_config.qat.enable"])
+def test_what_verl_adds_to_an_update_is_said(key):
+    command = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=qwen2.5-7b "
+    command += "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 trainer.n_gpus_per_node=8 "
+    read = translation_of(f"{command}{key}=True\n")
+    assert [each.direction for each in read.findings if each.parameter == key] == ["more"]

@@ -306,3 +306,19 @@ def test_a_recipe_of_megatron_bridge_is_read_from_the_package(tmp_path, monkeypa
     (warning,) = translation_of(text.replace("train.micro", "dataset.sequence_length=2048 train.micro")).warnings
     assert warning.startswith("dataset.sequence_length=2048 is not model.seq_length=4096, which is counted")
     assert "megatron.bridge" not in sys.modules
+
+
+@pytest.mark.parametrize("trainer", ["DPO", "KTO"])
+@pytest.mark.parametrize(
+    ("given", "reference"),
+    [("model, ref", "model"), ("model, ref_model=ref", "model"), ("model, None", "adapter_off"), ("model", "adapter_off"),
+     ("model, ref_model=None if adapters else ref", "adapter_off")],
+)  # fmt: skip
+def test_a_reference_that_the_trainer_gets_is_a_network_of_its_own_beside_adapters(trainer, given, reference):
+    """trl 1.16 trainer/dpo_trainer.py and kto_trainer.py: `self.ref_model = ref_model`."""
+    text = TRAINING.replace("from trl import SFTTrainer", f"from trl import {trainer}Config, {trainer}Trainer")
+    text = text.replace("arguments = TrainingArguments(", f"ref = load('a')\narguments = {trainer}Config(max_length=512, ")
+    text = text.replace("SFTTrainer(model=model, ", f"{trainer}Trainer({given}, ")
+    found = translation_of(text.replace(", max_seq_length=512, packing=False", ""))
+    assert found.job.reference == reference
+    assert any("ref_model=load" in said for said in found.assumptions) == (reference == "model")

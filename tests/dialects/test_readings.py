@@ -134,6 +134,14 @@ def test_switches_of_scripts_with_adapters_of_their_own_are_read(key: str, metho
     assert [finding.parameter for finding in found.findings if finding.code == "setting_not_modelled"] == [key]
 
 
+def test_a_script_of_qlora_by_its_name_has_weights_of_four_bits_and_its_own_key_for_the_length() -> None:
+    """As `torchrun scripts/run_fsdp_qlora.py --config a.yaml`, which many guides to FSDP with QLoRA have."""
+    found = read("run_fsdp_qlora.py", bf16=True, max_seq_len=3072, fsdp="full_shard auto_wrap", gradient_checkpointing=True)
+    assert (found.job.finetuning.method, found.job.sequence_length) == ("qlora", 3072)
+    assert any("run_fsdp_qlora.py: weights are assumed in 4 bits by its name" in said for said in found.assumptions)
+    assert read("run_lora.py", bf16=True).job.finetuning.method == "lora"
+
+
 def test_transformers_4_loads_float32_where_its_script_says_no_dtype() -> None:
     name = "meta-llama/Llama-3.2-1B"
     values = {"model_name_or_path": name, "dataset_name": "wikitext", "output_dir": "o", "bf16": True}
@@ -325,3 +333,23 @@ def test_flags_and_versions_change_every_reading() -> None:
     changed = job_from_flags(text, {"micro_batch_size": 3}, [])
     assert isinstance(changed, Translation)
     assert {changed.job.micro_batch_size, *(reading.job.micro_batch_size for reading in changed.others)} == {3}
+
+
+def test_a_program_most_of_whose_keys_nobody_knows_is_another_ones() -> None:
+    """A few of the Trainer's keys by chance say too little for an answer; --dialect says that it is one."""
+    own = {f"key_of_its_own_{number}": number for number in range(8)}
+    with pytest.raises(SpecError, match="no configuration that is known here"):
+        read("learn.py", **own)
+    values = {"model_name_or_path": "qwen2.5-7b", "per_device_train_batch_size": 1, **own}
+    pasted = Pasted(values=values, program="learn.py")
+    assert len(translated(pasted, ReadOptions(dialect="training", num_gpus=1)).unknown) == 8
+    assert read("learn.py", key_of_its_own_1=1, bf16=True).unknown == ("key_of_its_own_1",)
+
+
+def test_the_balancing_loss_that_trl_is_asked_for_is_said() -> None:
+    """trl 1.16 trainer/sft_trainer.py: `router_aux_loss_coef` switches `output_router_logits` on."""
+    asked = {**PLAIN, "model_name_or_path": "Qwen/Qwen3-30B-A3B", "router_aux_loss_coef": "0.001"}
+    found = [each.direction for each in translated(Pasted(values=asked, program="sft.py")).findings
+             if each.parameter == "router_aux_loss_coef"]  # fmt: skip
+    assert found == ["more"]
+    assert not any("balancing" in said for said in read("sft.py", router_aux_loss_coef=0.0).unsupported)

@@ -229,6 +229,17 @@ LAUNCHES = [
     ("mpirun -np 16 --npernode 8 -hostfile h -x A=$B -bind-to none -x PATH python pretrain_gpt.py --bf16",
      "pretrain_gpt.py", 16),
     ("mpirun -n 2 -N 1 torchrun --nproc_per_node 8 --nnodes 2 train.py --bf16", "train.py", 16),
+    (
+        "docker run --gpus all --ipc=host -v $PWD/run.sh:/run.sh -w /w nvcr.io/nvidia/pytorch:25.06-py3 "
+        "torchrun --nproc_per_node=8 run_clm.py --bf16",
+        "run_clm.py",
+        8,
+    ),
+    ("docker run -e CUDA_VISIBLE_DEVICES=0,1 hiyouga/llamafactory llamafactory-cli train --stage sft",
+     "llamafactory-cli train", 2),
+    ("docker run --rm nvcr.io/x bash -c 'torchrun --nproc_per_node 4 run_clm.py --bf16'", "run_clm.py", 4),
+    ("singularity exec --nv --env=NPROC_PER_NODE=4 x.sif llamafactory-cli train --stage sft", "llamafactory-cli train", 4),
+    ("srun singularity run --nv --bind /data torch.sif python pretrain_gpt.py --bf16", "pretrain_gpt.py", None),
     ("FORCE_TORCHRUN=1 llamafactory-cli train a.yaml", "llamafactory-cli train", None),
     ("axolotl train a.yml --micro-batch-size 2", "axolotl train", None),
     ("srun --mpi=pmix -l python pretrain_gpt.py --bf16", "pretrain_gpt.py", None),
@@ -254,6 +265,18 @@ LAUNCHES = [
         32,
     ),
 ]
+
+
+STARTS = ("bash", "srun -N 2 bash", "srun -N 2 -n 2 ./", "docker run --rm -v /a:/b image bash", "nohup sh")
+
+
+@pytest.mark.parametrize("how", STARTS)
+def test_a_script_is_followed_however_it_is_started(how, tmp_path):
+    (tmp_path / "inner.sh").write_text("torchrun --nproc_per_node 4 run_clm.py --bf16 --seed $1\n")
+    (tmp_path / "outer.sh").write_text(f"{how} inner.sh 7\n".replace("./ ", "./"))
+    read = read_script((tmp_path / "outer.sh").read_text(), sourced=lambda name: (tmp_path / name).read_text())
+    launch = launch_of(read, "", "outer.sh")
+    assert (launch.program, launch.num_gpus, launch.arguments["seed"]) == ("run_clm.py", 4, "7")
 
 
 @pytest.mark.parametrize(("text", "program", "num_gpus"), LAUNCHES)

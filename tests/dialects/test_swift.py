@@ -61,3 +61,15 @@ def test_the_script_of_ms_swift_2_is_read(tmp_path):
     ).job
     assert (job.finetuning.method, job.finetuning.rank, job.micro_batch_size) == ("qlora", 4, 3)
     assert set(job.finetuning.targets) == {"q_proj", "v_proj"}
+
+
+def test_an_evaluation_of_more_sequences_than_training_passes_is_said():
+    """It evaluates whenever it saves, on what was held out, one sequence at once by default."""
+    held_out = f"{LORA} --val_dataset val.jsonl"
+    found = translation_of(f"{held_out} --per_device_eval_batch_size 4\n").findings
+    assert [(each.parameter, each.direction) for each in found if "Evaluation" in each.sentence] == [
+        ("per_device_eval_batch_size", "more")
+    ]
+    eight = "--per_device_eval_batch_size 8"
+    for other in (held_out, f"{LORA} {eight}", f"{held_out} --eval_strategy no {eight}"):
+        assert not any("Evaluation" in said for said in translation_of(f"{other}\n").unsupported)

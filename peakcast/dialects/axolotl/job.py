@@ -11,7 +11,7 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.axolotl import keys as keys
-from peakcast.dialects.common.generation import READ, Generation, generation_of
+from peakcast.dialects.common.generation import READ, SAMPLING, Generation, generation_of
 from peakcast.dialects.common.mesh import meshed, ranks_of
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import (
@@ -25,9 +25,12 @@ from peakcast.dialects.common.translation import (
     states_direction,
 )
 from peakcast.dialects.huggingface.accelerate import launcher_with_engine, refuse_twice
+from peakcast.dialects.huggingface.balancing import KEY as BALANCING
+from peakcast.dialects.huggingface.evaluation import strategy_of
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.keys import COMPILING
 from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.dialects.huggingface.quantization import STORAGES
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
@@ -37,6 +40,8 @@ def from_axolotl(pasted: Pasted) -> Translation:
     notes = Notes()
     settings = Settings(pasted.values, notes, "axolotl")
     training = renamed(settings, keys.TRAINING)
+    own = settings.raw("optim_args")  # core/builders/base.py joins a mapping to transformers' text
+    training["optim_args"] = ",".join(f"{key}={value}" for key, value in own.items()) if isinstance(own, Mapping) else own
     _batch(settings, training)
     method = settings.text("rl", "reward" if settings.switch("reward_model") else "sft").lower()
     generation = _generation(settings) if method == "grpo" else None
@@ -46,6 +51,9 @@ def from_axolotl(pasted: Pasted) -> Translation:
     refuse_teacher(settings, "gkd_teacher")
     _precision(settings, training)
     _memory(settings, training)
+    for name in keys.OVERRIDING:
+        given = settings.raw(name)
+        training[BALANCING] = training.get(BALANCING, False) or bool(isinstance(given, Mapping) and given.get(BALANCING))
     adapter = _adapter(settings, training)
     if settings.switch("sample_packing"):
         _packing(settings, training)
@@ -59,7 +67,7 @@ def from_axolotl(pasted: Pasted) -> Translation:
         **strategy,
         versions=pasted.versions.of("huggingface"),
         spell=speller(keys.TRAINING, keys.ADAPTER),
-        widens_for_fsdp2=False,  # axolotl 0.21 monkeypatch/accelerate/fsdp2.py replaces accelerate's function
+        widens_for_fsdp=(1,),  # axolotl 0.21 monkeypatch/accelerate/fsdp2.py replaces accelerate's function
     )
     job = notes.include(translation)
     if gptq and job.finetuning.quantization != "gptq":
@@ -77,6 +85,18 @@ def _batch(settings: Settings, training: dict[str, Any]) -> None:
         training["per_device_train_batch_size"] = total // steps if steps and total else settings.size("micro_batch_size")
     settings.size("sequence_len", 512, assume=True)
     training.setdefault("max_length", 512)
+    training |= _evaluation(settings, training["per_device_train_batch_size"])
+
+
+def _evaluation(settings: Settings, micro_batch_size: object) -> dict[str, Any]:
+    """Whether and with how many sequences at once it evaluates (axolotl 0.19 core/builders/base.py
+    `_configure_save_and_eval_strategy`, utils/config `normalize_config`: by default as many as training passes)."""
+    steps = any([settings.number("eval_steps"), settings.number("evals_per_epoch")])
+    given = strategy_of(settings, "eval_strategy")
+    held_out = any([settings.number("val_set_size", 0.0), settings.raw("test_datasets")])
+    sequences = settings.integer("eval_batch_size") or micro_batch_size
+    strategy = "steps" if steps else given
+    return {"eval_strategy": strategy if held_out else "no", "per_device_eval_batch_size": sequences}
 
 
 def _strategy(settings: Settings, training: dict[str, Any], pasted: Pasted) -> dict[str, Any]:
@@ -133,8 +153,15 @@ def _units(job: TrainingJob) -> TrainingJob:
 def _generation(settings: Settings) -> Generation:
     """GRPO's settings: section `trl` has them under trl's names, and section `vllm` has those of a server (`axolotl
     vllm-serve`)."""
-    given = settings.raw("trl")
-    values = {key: value for key, value in (given if isinstance(given, Mapping) else {}).items() if value is not None}
+    given, server = (value if isinstance(value := settings.raw(key), Mapping) else {} for key in ("trl", "vllm"))
+    values = {str(key): value for key, value in given.items() if value is not None}
+    if values.get("vllm_mode") == "colocate":  # axolotl 0.19 core/trainers/grpo/__init__.py
+        for key in ("gpu_memory_utilization", "tensor_parallel_size"):
+            values.setdefault(f"vllm_{key}", server.get(key))
+    if values.pop("use_liger_loss", None):
+        what = "Liger's loss of GRPO (trl.use_liger_loss), which makes no whole logits, is not modelled."
+        settings.notes.unsupported.append(what, "trl.use_liger_loss", "less")
+    settings.notes.unknown += [f"trl.{key}" for key in values if key not in READ and not SAMPLING.fullmatch(key)]
     values.setdefault("beta", settings.number("rl_beta", 0.0))
     values.setdefault("max_prompt_length", settings.integer("max_prompt_len"))
     read = {key: values[key] for key in READ if values.get(key) is not None}
@@ -256,20 +283,33 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
     if "r" not in adapter:
         settings.size("lora_r")
     if four:
-        training["quantization_config"] = _four_bit(settings)
+        training["quantization_config"] = _four_bits(settings, kind)
     elif eight:
         training["quantization_config"] = {"load_in_8bit": True}
     return adapter
 
 
-def _four_bit(settings: Settings) -> dict[str, Any]:
-    """The BitsAndBytesConfig of loaders/model.py: nf4 with double quantization unless bnb_config_kwargs say otherwise."""
-    settings.notes.assumptions.append("4-bit weights are NF4 with double quantization, axolotl's default.")
-    if settings.raw("bnb_config_kwargs"):
-        settings.notes.unsupported.append(
-            "bnb_config_kwargs are not modelled; axolotl's defaults are assumed.", "bnb_config_kwargs"
+def _four_bits(settings: Settings, kind: str) -> dict[str, Any]:
+    """BitsAndBytesConfig of an adapter of this `kind` (axolotl 0.19 loaders/model.py `_set_quantization_config`: storage in
+    bfloat16, which only FSDP sees; `bnb_config_kwargs` say otherwise). Raises: SpecError."""
+    if kind == "lora":
+        raise settings.refuse(
+            "load_in_4bit",
+            "has no effect with adapter: lora in axolotl 0.19, which then trains over whole weights, and made other 4-bit "
+            "weights in older ones; ask with adapter: qlora, or with load_in_4bit: false",
         )
-    return {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "bfloat16"}
+    four = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "bfloat16"}
+    given = settings.raw("bnb_config_kwargs") or {}
+    if not isinstance(given, Mapping):
+        raise settings.refuse("bnb_config_kwargs", "must be a mapping of BitsAndBytesConfig's arguments")
+    if "bnb_4bit_use_double_quant" not in given:
+        settings.notes.assumptions.append("4-bit weights are NF4 with double quantization, axolotl's default.")
+    own = Settings(given, settings.notes, "axolotl", lambda key: f"bnb_config_kwargs.{key}")
+    four["bnb_4bit_use_double_quant"] = own.switch("bnb_4bit_use_double_quant", True)
+    four["bnb_4bit_quant_storage"] = own.one_of("bnb_4bit_quant_storage", "bfloat16", STORAGES)
+    four["bnb_4bit_compute_dtype"] = own.raw("bnb_4bit_compute_dtype")
+    own.note_left(("bnb_4bit_quant_type", "llm_int8_threshold", "llm_int8_has_fp16_weight"))
+    return four
 
 
 def _rest(settings: Settings) -> None:
@@ -278,6 +318,7 @@ def _rest(settings: Settings) -> None:
             settings.notes.unsupported.append(f"What the plugin {name} changes is not modelled.", "plugins")
     together = all(settings.switch(key) for key in keys.LIGER)
     note_unsupported(settings, {key: what for key, what in keys.KERNELS.items() if not (together and key in keys.LIGER)})
+    note_unsupported(settings, keys.MORE, "more")
     for key, what in keys.LESS.items():
         if settings.raw(key):
             settings.notes.unsupported.append(
@@ -288,7 +329,7 @@ def _rest(settings: Settings) -> None:
     if settings.raw("model_quantization_config") and not widened:
         sentence = "A checkpoint that is loaded quantized (model_quantization_config) is not modelled; bfloat16 is counted."
         settings.notes.unsupported.append(sentence, "model_quantization_config", "less")
-    for name in ("overrides_of_model_config", "model_config"):
+    for name in keys.OVERRIDING:
         given = settings.raw(name)
         others = sorted(set(given) - keys.OVERRIDES) if isinstance(given, Mapping) else []
         if others:

@@ -23,6 +23,7 @@ TRAINING = {
     "ddp_bucket_cap_mb": "ddp_bucket_cap_mb",
     "torch_compile_backend": "torch_compile_backend",
     "torch_compile_mode": "torch_compile_mode",
+    "eval_batch_size": "per_device_eval_batch_size",
 }
 ADAPTER = {
     "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_target_modules": "target_modules",
@@ -61,12 +62,15 @@ KERNELS = {
     "flash_attn_rms_norm": "FlashAttention's RMSNorm", "flash_attn_fuse_mlp": "FlashAttention's MLP",
     "unsloth_lora_mlp": "Unsloth's kernels", "unsloth_lora_qkv": "Unsloth's kernels", "unsloth_lora_o": "Unsloth's kernels",
     "unsloth_cross_entropy_loss": "Unsloth's kernels", "unsloth_rms_norm": "Unsloth's kernels",
-    "chunked_cross_entropy": "the chunked cross entropy", "fp8": "FP8 training",
+    "chunked_cross_entropy": "the chunked cross entropy", "selective_checkpointing": "selective checkpointing",
+    "recompute_layer_types": "checkpoints of some layers only", "dpo_use_liger_kernel": "Liger's loss of preferences",
+    "deepcompile": "DeepCompile", "lora_embedding_kernel": "what LoRA's fused kernels keep",
+    "fp32_norms": "norms in float32", "fp8": "FP8 training",
     "relora": "ReLoRA", "relora_steps": "ReLoRA",
     "lisa_n_layers": "LISA",
-    "loraplus_lr_ratio": "LoRA+", "qat": "quantization-aware training", "mora": "MoRA",
+    "loraplus_lr_ratio": "LoRA+", "mora": "MoRA",
     "use_sonicmoe": "SonicMoE",
-    "use_scattermoe": "ScatterMoE", "kd_trainer": "distillation", "llama4_linearized_experts": "linearized experts",
+    "use_scattermoe": "ScatterMoE", "llama4_linearized_experts": "linearized experts",
     "tensor_parallel_size": "the Trainer's tensor parallelism together with sharding",
     "context_parallel_size": "what ring-flash-attn keeps and passes on",
     "sequence_parallel_degree": "what ring-flash-attn keeps and passes on",
@@ -80,8 +84,14 @@ KERNELS = {
     "quantize_moe_experts": "dequantizing experts that were quantized at load",
 }  # fmt: skip
 """Keys that a job cannot express -> the name of the feature that they switch on."""
+MORE = {"qat": "quantization-aware training", "kd_trainer": "distillation"}
+"""The same for what needs more than the answer."""
 LESS = {
     "tiled_mlp": "The MLP in tiles (tiled_mlp)",
+    "layer_offloading": "Layers in host memory (layer_offloading)",
+    "ple_cpu_offload": "A table in host memory (ple_cpu_offload)",
+    "freeze_mm_modules": "A frozen vision tower (freeze_mm_modules)",
+    "spectrum_top_fraction": "Training some layers only (spectrum_top_fraction)",
     "unfrozen_parameters": "Training some parameters only (unfrozen_parameters)",
 }
 """Keys that a job cannot express and that reduce memory; the job is predicted without them."""
@@ -96,10 +106,16 @@ MESH = {
     "expert": "expert_parallel_size",
 }  # fmt: skip
 """Axis -> the key for its size; the axis of ranks that share a sequence has two keys (ring-flash-attn)."""
+OVERRIDING = ("overrides_of_model_config", "model_config")
+"""Keys with keys of a network's configuration."""
 OVERRIDES = words("output_router_logits rope_theta rope_scaling rope_parameters use_cache max_position_embeddings")
 """Keys of a network's configuration that may be overridden without changing a shape."""
 IGNORED = words("""
-    is_llama_derived_model
+    is_llama_derived_model chunked_cross_entropy_num_chunks comet_api_key comet_experiment_config comet_experiment_key
+    comet_online comet_workspace dpo_label_smoothing dpo_loss_type dpo_loss_weights drop_system_message embedding_lr
+    embedding_lr_scale image_resize_algorithm image_size lm_eval_batch_size lm_eval_tasks lora_on_cpu merge_lora
+    processor_type profiler_steps_start spectrum_model_name trackio_project_name trackio_run_name trackio_space_id
+    train_on_eos train_on_eot use_comet use_trackio
     accelerator_config center_rewards_coefficient
     adam_beta1 adam_beta2 adam_beta3 adam_epsilon adam_epsilon2 added_tokens_overrides
     auto_resume_from_checkpoints axolotl_config_path base_model_config base_model_ignore_patterns batch_flattening
@@ -109,8 +125,8 @@ IGNORED = words("""
     dataset_num_proc dataset_prepared_path dataset_processes dataset_shard_idx dataset_shard_num dataset_shuffle
     datasets ddp ddp_broadcast_buffers ddp_find_unused_parameters ddp_timeout debug
     default_system_message device do_bench_eval do_causal_lm_eval dpo_beta dpo_use_logits_to_keep
-    dpo_use_weighting early_stopping_patience embeddings_skip_upcast eot_tokens eval_batch_size eval_causal_lm_metrics
-    eval_max_new_tokens eval_sample_packing eval_steps eval_strategy eval_table_size evals_per_epoch
+    dpo_use_weighting early_stopping_patience embeddings_skip_upcast eot_tokens eval_causal_lm_metrics
+    eval_max_new_tokens eval_sample_packing eval_table_size
     evaluation_strategy excess_length_strategy fix_untrained_tokens flash_attn_fuse_qkv
     flex_attn_compile_kwargs float32 fp8_enable_fsdp_float8_all_gather
     fsdp_final_state_dict_type gc_collect_steps gc_steps gpu_memory_limit
@@ -121,17 +137,17 @@ IGNORED = words("""
     lr_quadratic_warmup lr_scheduler lr_scheduler_kwargs max_grad_norm max_memory max_packed_sequence_len
     max_prompt_len max_steps mean_resizing_embeddings metric_for_best_model min_sample_len mlflow_experiment_name
     mlflow_tracking_uri model_type multipack_real_batches num_epochs
-    num_labels optim_args orpo_alpha output_dir pad_to_sequence_len
+    num_labels orpo_alpha output_dir pad_to_sequence_len
     pose_max_context_len pose_num_chunks pose_split_on_token_ids preprocess_iterable pretrain_multipack_attn
     pretrain_multipack_buffer_size pretraining_dataset pretraining_sample_concatenation profiler_steps
     push_dataset_to_hub quantization remove_unused_columns resume_from_checkpoint revision_of_model ring_attn_func
     rl_beta rpo_alpha sample_packing_bin_size sample_packing_eff_est sample_packing_group_size
     sample_packing_sequentially save_first_step save_only_model save_safetensors save_steps save_strategy
     save_total_limit saves_per_epoch seed shuffle_before_merging_datasets shuffle_merged_datasets simpo_gamma
-    skip_prepare_dataset special_tokens streaming strict test_datasets test_value tf32 tokenizer_config
+    skip_prepare_dataset special_tokens streaming strict test_value tf32 tokenizer_config
     tokenizer_legacy tokenizer_type tokenizer_use_fast tokens
     total_num_tokens total_supervised_tokens train_on_inputs trl.beta trust_remote_code trust_remote_code_revision
-    type_of_model use_mlflow use_pose use_tensorboard use_wandb val_set_size vllm wandb_entity wandb_log_model
+    type_of_model use_mlflow use_pose use_tensorboard use_wandb vllm wandb_log_model
     wandb_mode wandb_name wandb_project wandb_run_id wandb_watch warmup_ratio warmup_steps weight_decay world_size
     adam_eps cls_model_config eaft_alpha eaft_k eta_min experimental_skip_move_to_device gptq_disable_exllama
     jagged_restart_anneal_steps jagged_restart_steps jagged_restart_warmup_steps liger_layer_norm lisa_layers_attribute

@@ -68,7 +68,14 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         "a NeMo RL configuration",
         POLICY,
-        ("policy.model_name policy.dtensor_cfg|policy.megatron_cfg",),
+        ("policy.model_name policy.dtensor_cfg|policy.megatron_cfg|cluster.gpus_per_node|cluster.num_nodes",),
+    ),
+    Foreign(
+        "an open-instruct command of reinforcement learning",
+        POLICY,
+        ("num_unique_prompts_rollout|num_samples_per_prompt_rollout|local_rollout_batch_size response_length",),
+        (),
+        r"grpo_fast\.py|(grpo|ppo|online_dpo)_vllm_thread\w*\.py",
     ),
     Foreign("a SkyRL command", POLICY, ("trainer.policy.model.path generator.n_samples_per_prompt",), ("skyrl",)),
     Foreign("an AReaL configuration", POLICY, ("allocation_mode actor|gconfig|model", "actor.mb_spec"), ("areal",)),

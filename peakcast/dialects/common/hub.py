@@ -127,7 +127,7 @@ def _mapping(text: str, hub_id: str) -> dict[str, Any]:
 def _refusal(hub_id: str, why: str) -> CatalogError:
     return CatalogError(
         f"architecture={hub_id!r} is neither in the catalog nor in the Hugging Face cache, and {why}. Give the network's "
-        "config.json (its path or its mapping) instead.",
+        "config.json instead: by its path (--model, also beside a configuration) or as its mapping.",
         parameter="architecture",
         value=hub_id,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -158,19 +158,19 @@ def quantized_compute(quantization: Mapping[str, Any], settings: Settings) -> Dt
     return keys.DTYPES.get(asked)
 
 
-def widened_under_fsdp(shards: Settings | None, versions: Mapping[str, str], *, fsdp2_too: bool) -> Widened:
-    """Which weights accelerate casts to float32 where FSDP mixes precisions. `fsdp2_too`: whether its own function
-    prepares FSDP2.
+def widened_under_fsdp(shards: Settings | None, versions: Mapping[str, str], prepared: Collection[int]) -> Widened:
+    """Which weights accelerate casts to float32 where FSDP mixes precisions. `prepared`: the versions of FSDP that its own
+    functions prepare.
 
     FSDP1: those that train (accelerator.py, "upcasting"). FSDP2 (utils/fsdp_utils.py `fsdp2_prepare_model`): the whole
     model until 1.12; 1.13 casts into names that it drops, so none; from 1.14 on those that train.
     """
-    if shards is None:
+    if shards is None or fsdp_version(shards) not in prepared:
         return "none"
     if fsdp_version(shards) != 2:
         return "trained"
     accelerate = release(versions.get("accelerate", "1.15"))[:2]
-    if not fsdp2_too or accelerate == (1, 13):
+    if accelerate == (1, 13):
         return "none"
     return "trained" if not accelerate or accelerate > (1, 13) else "all"
 

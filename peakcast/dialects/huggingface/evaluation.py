@@ -7,6 +7,9 @@ from peakcast.dialects.common.translation import Notes, Settings
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
+EVALUATION = {key: key for key in ("eval_strategy", "evaluation_strategy", "per_device_eval_batch_size")}
+"""transformers' arguments of an evaluation, for projects that pass them on under their own names."""
+STRATEGIES = ("no", "steps", "epoch")
 USUAL_BATCH = 8
 """transformers 5.17 training_args.py: per_device_eval_batch_size."""
 LOGIT_BYTES = 10
@@ -16,22 +19,29 @@ LOGIT_BYTES = 10
 def note_evaluation(job: TrainingJob, training: Settings, notes: Notes) -> None:
     """Note an evaluation whose batches are larger than training's."""
     key = "eval_strategy" if training.given("eval_strategy") else "evaluation_strategy"
-    strategy = training.text(key, "no").lower()
+    strategy = strategy_of(training, key)
     sequences = training.integer("per_device_eval_batch_size", USUAL_BATCH) or USUAL_BATCH
     if strategy == "no" or sequences <= job.micro_batch_size or _is_smaller(job, sequences):
         return
     whole = job.loss.kind == "cross_entropy" and not job.loss.fused_linear_cross_entropy
-    logits = ""
+    name, logits = training.spell("per_device_eval_batch_size"), ""
     if whole and conventions(job).get("loss_kernel", "eager") == "eager":
         size = LOGIT_BYTES * sequences * job.sequence_length * job.architecture.vocab_size
         logits = f" its logits alone take {size / GIB:.1f} GiB;"
     notes.unsupported.append(
-        f"Evaluation ({key}={strategy}) is not counted, and passes per_device_eval_batch_size={sequences} sequences at "
-        f"once, where training passes {job.micro_batch_size}:{logits} "
-        f"per_device_eval_batch_size={job.micro_batch_size} needs less than training.",
-        training.spell("per_device_eval_batch_size"),
+        f"Evaluation ({key}={strategy}) is not counted, and passes {name}={sequences} sequences at once, where training "
+        f"passes {job.micro_batch_size}:{logits} {name}={job.micro_batch_size} needs less than training.",
+        name,
         "more",
     )
+
+
+def strategy_of(settings: Settings, key: str, default: str = "no") -> str:
+    """When it evaluates; YAML makes false of `no`. Raises: SpecError for what transformers does not know."""
+    word = settings.text(key, default).lower()
+    if word not in (*STRATEGIES, "false", ""):
+        raise settings.refuse(key, f"must be one of {', '.join(STRATEGIES)}")
+    return word if word in STRATEGIES else "no"
 
 
 def _is_smaller(job: TrainingJob, sequences: int) -> bool:

@@ -23,6 +23,7 @@ from peakcast.dialects.common.translation import (
     states_direction,
 )
 from peakcast.dialects.huggingface import keys
+from peakcast.dialects.huggingface.balancing import note_balancing
 from peakcast.dialects.huggingface.batch import batch_form, sequence_length, target_length
 from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_optimizer, note_engine_optimizer
 from peakcast.dialects.huggingface.dtypes import (
@@ -88,8 +89,8 @@ class _Run:
     num_gpus: int
     versions: Mapping[str, Any]
     notes: Notes
-    widens_for_fsdp2: bool
-    """Whether accelerate's `fsdp2_prepare_model` runs, which widens what it shards under mixed precision."""
+    widens_for_fsdp: tuple[int, ...]
+    """The versions of FSDP that accelerate itself prepares, which widens what it shards under mixed precision."""
 
     @property
     def is_modern(self) -> bool:
@@ -107,7 +108,7 @@ def from_huggingface(
     *,
     versions: Mapping[str, Any] | None = None,
     spell: Callable[[str], str] = str,
-    widens_for_fsdp2: bool = True,
+    widens_for_fsdp: tuple[int, ...] = (1, 2),
 ) -> Translation:
     """The job of a Trainer (or SFTTrainer) run on `num_gpus` GPUs.
 
@@ -115,7 +116,7 @@ def from_huggingface(
     TrainingArguments and SFTConfig, and how the model is loaded (`torch_dtype`, `attn_implementation`,
     `quantization_config`); the others have the keys of their libraries. `versions`: package versions (`transformers:
     "4.48.1"`), whose defaults are used. `spell` turns a key into the one that the user wrote, for messages.
-    `widens_for_fsdp2`: whether FSDP2 is prepared by accelerate's own function, which widens weights to float32.
+    `widens_for_fsdp`: the versions of FSDP that accelerate's own functions prepare, which widens weights to float32.
 
     Raises: SpecError or CatalogError naming the key, its value, the rule and the way out.
     """
@@ -133,7 +134,7 @@ def from_huggingface(
     engine, shards = _strategy(deepspeed, fsdp, training, notes)
     shards = started_with(shards, num_gpus, notes)
     refuse_teacher(training, "teacher_model_name_or_path")
-    model, widens = network_config(config), widens_for_fsdp2
+    model, widens = network_config(config), widens_for_fsdp
     run = _Run(config, model, architecture, training, adapter, engine, shards, num_gpus, versions, notes, widens)
     options: dict[str, Any] = {}
     job = _job(run, options)
@@ -149,6 +150,7 @@ def from_huggingface(
     mesh = training.raw("parallelism_config") or {}
     job = of_training(job, mesh, notes) if isinstance(mesh, Mapping) else job
     note_evaluation(job, training, notes)
+    note_balancing(job, training, notes, on=model.get("output_router_logits") is True)
     _account_for_the_rest(run)
     return notes.finish(job)
 
@@ -204,9 +206,9 @@ def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Preci
     loaded = half if engine is not None and half is not None else weights
     widens = release(run.versions.get("peft", "0.12")) >= (0, 12)
     finetuning = finetuning_of(run.adapter, loaded, quantization, notes, options, widens)
-    widened = widened_under_fsdp(shards, run.versions, fsdp2_too=run.widens_for_fsdp2)
+    widened = widened_under_fsdp(shards, run.versions, run.widens_for_fsdp)
     finetuning = widened_adapters(finetuning, half, shards, widened, notes)
-    if half is not None and shards is not None and run.widens_for_fsdp2 and not run.is_modern:
+    if half is not None and shards is not None and 2 in run.widens_for_fsdp and not run.is_modern:
         note_release_of_accelerate(shards, run.versions, weights, finetuning, notes)
     if finetuning.quantization == "nf4" and quantized_compute(quantization, training) not in (None, half or weights):
         options["quantized_compute_dtype"] = quantized_compute(quantization, training)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from peakcast.core.errors import SpecError
+from peakcast.core.findings import Direction
 from peakcast.dialects.common.translation import Notes, Settings
 from peakcast.dialects.huggingface import keys as keys
 from peakcast.jobs.architecture import Architecture
@@ -288,6 +289,11 @@ def _zero_offload(zero: Settings, notes: Notes, options: dict[str, Any]) -> dict
     return moved
 
 
+KEEPING = ("zero_hpz_partition_size", "mics_shard_size")
+"""Keys of ZeRO-3 with which each rank keeps more: a second part of the weights, or a part of fewer ranks (deepspeed 0.19.8
+runtime/zero/config.py)."""
+
+
 def _note_left_of_zero(zero: Settings, notes: Notes, options: dict[str, Any]) -> None:
     """Note the keys that were not read: without effect, left to DeepSpeed, not modelled, or unknown."""
     for key in zero.left():
@@ -299,8 +305,11 @@ def _note_left_of_zero(zero: Settings, notes: Notes, options: dict[str, Any]) ->
                 notes.ignored.append(zero.spell(key))
             elif value != "auto":
                 notes.assumptions.append(f"{zero.spell(key)}={value!r} is left to DeepSpeed's default.")
-        elif key.startswith("zero_"):
-            notes.unsupported.append(f"{zero.spell(key)}={zero.raw(key)!r} is not modelled.", zero.spell(key))
+        elif key.startswith(("zero_", "mics_")) and zero.raw(key) in (False, 1, -1):  # their defaults (zero/config.py)
+            notes.ignored.append(zero.spell(key))
+        elif key.startswith("zero_") or key in KEEPING:
+            direction: Direction = "more" if key in KEEPING else "either"
+            notes.unsupported.append(f"{zero.spell(key)}={zero.raw(key)!r} is not modelled.", zero.spell(key), direction)
         else:
             notes.unknown.append(zero.spell(key))
 

@@ -185,6 +185,16 @@ def _say_sequences_together(notes: Notes, name: str, sequences: int, samples: in
     )
 
 
+def with_own_reference(job: TrainingJob, notes: Notes, why: str) -> TrainingJob:
+    """`job` with a frozen network of its own as reference, where adapters that are switched off would be one. `why`: what
+    says so."""
+    notes.assumptions[:] = [said for said in notes.assumptions if not said.startswith("the reference of ")]
+    notes.assumptions.append(f"the reference is a frozen network of its own: {why}.")
+    if job.finetuning.quantization:
+        notes.unsupported.append("The reference's weights are counted whole, not quantised.", "loss.reference", "less")
+    return job.replace(loss=replace(job.loss, reference="model"))
+
+
 def _known_method(name: str, parameter: str) -> Method:
     """The method called `name`. Raises: SpecError for one that is not modelled, with what can be asked instead."""
     word = name.lower()

@@ -13,8 +13,10 @@ from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.generation import READ, RLOO_BETA, SAMPLING, Generation, generation_of
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import AlternativeReading, Notes, Settings, Translation
+from peakcast.dialects.common.translation import AlternativeReading, Notes, Settings, Translation, speller
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
+from peakcast.dialects.huggingface.balancing import KEY as BALANCING
+from peakcast.dialects.huggingface.batch import OF_SCRIPTS
 from peakcast.dialects.huggingface.command import as_in_a_file
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.likely_runs import TRL, likely_runs
@@ -59,7 +61,7 @@ _QUANTIZATION = (
 )  # fmt: skip
 _SCRIPT = re.compile(
     r"dataset_.*|datasets?|model_(revision|code_revision|adapter_name)|base_model_revision|chat_template|trust_remote_code"
-    r"|ignore_bias_buffers|columns.*|streaming|test_split_size|config|system_prompt|router_aux_loss_coef|disable_dropout"
+    r"|ignore_bias_buffers|columns.*|streaming|test_split_size|config|system_prompt|disable_dropout"
     r"|pad_to_multiple_of|pad_token|truncation_mode|tools|max_prompt_length|max_completion_length"
     r"|cpo_alpha|simpo_gamma|alpha|is_encoder_decoder|tpo_(alpha|l_gamma)|label_pad_token_id|padding_value|generate_during_eval|discopop_tau|ld_alpha|loss_weights|f_.*|label_smoothing"
     r"|use_weighting|use_logits_to_keep|precompute_ref_batch_size|ref_.*|base_model_attribute_name|force_use_ref_model"
@@ -160,6 +162,8 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     versions = pasted.versions.of("huggingface")
     loss_options = take_sft_loss(training, method, versions, notes) if whose.trl else {}
     _note_images(training, notes)
+    training[BALANCING] = bool(Settings(training, notes, "trl").number("router_aux_loss_coef"))  # SFTTrainer.__init__
+    training.pop("router_aux_loss_coef", None)
     num_gpus = _take_from_launcher(launcher, pasted, training, notes)
     _drop(training, notes, lambda key: bool(_SCRIPT.fullmatch(key)))
     _drop(training, notes, lambda key: bool(OF_EXAMPLES.fullmatch(key)) and key not in ("block_size", "config_overrides"))
@@ -168,8 +172,9 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     _drop(training, notes, of_methods.__contains__)
     if training.get("packing") is True and whose.trl:
         training.setdefault("packing_strategy", "bfd")  # since trl 0.18
-    translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus, versions=versions)
-    job = notes.include(translation)
+    given = (model, training, adapter, deepspeed, launcher.fsdp, num_gpus)
+    spell = speller({"router_aux_loss_coef": BALANCING})
+    job = notes.include(from_huggingface(*given, versions=versions, spell=spell))
     job = job.replace(framework_options=FrozenMapping({**job.framework_options, **loss_options}))
     job = with_casts_of_trl(job, versions, notes) if whose.trl else job
     job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
@@ -295,22 +300,6 @@ def _deepspeed(
     return given if given is not None else launcher.deepspeed
 
 
-def _four_bit(settings: Settings, computed: object) -> dict[str, Any]:
-    """The BitsAndBytesConfig of a base model in 4 bits whose products are `computed` in this dtype."""
-    nested = settings.switch("use_bnb_nested_quant")
-    stored = settings.one_of("bnb_4bit_quant_storage", STORAGES[0], STORAGES)
-    if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
-        settings.notes.unsupported.append(
-            "bnb_4bit_quant_type=fp4 is not modelled; nf4 is assumed, of the same size.", "bnb_4bit_quant_type"
-        )
-    return {
-        "load_in_4bit": True,
-        "bnb_4bit_use_double_quant": nested,
-        "bnb_4bit_compute_dtype": computed,
-        "bnb_4bit_quant_storage": stored,
-    }
-
-
 def _adapter(
     parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any], notes: Notes, program: str, *, trl: bool
 ) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
@@ -319,14 +308,7 @@ def _adapter(
     asked = _asked_for_adapters(settings, set(training), program)
     wanted = bool(asked)
     mapping = {name: training[key] for key, name in _ADAPTER.items() if training.get(key) is not None}
-    quantization: dict[str, Any] = {}
-    if settings.switch("load_in_4bit"):
-        usual = trl_computes_in(training) if trl else None
-        quantization = _four_bit(settings, training.get("bnb_4bit_compute_dtype", usual))
-    elif settings.switch("load_in_8bit"):
-        quantization = {"load_in_8bit": True}
-    elif {"use_qlora", "q_lora"} & set(asked):
-        quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    quantization = _quantization(settings, training, asked, trl=trl)
     for key in (*_SWITCHES, *_ADAPTER, *_QUANTIZATION):
         training.pop(key, None)
     if "peft" in parts:
@@ -351,6 +333,33 @@ def _adapter(
     return mapping, quantization
 
 
+def _quantization(settings: Settings, training: Mapping[str, Any], asked: list[str], *, trl: bool) -> dict[str, Any]:
+    """The quantization of the base model, by TRL's keys, by switches of other scripts, or by the program's name, which is
+    the last of what `asked` for adapters."""
+    notes, twice = settings.notes, {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    if settings.switch("load_in_4bit"):
+        computed = training.get("bnb_4bit_compute_dtype", trl_computes_in(training) if trl else None)
+        if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
+            notes.unsupported.append(
+                "bnb_4bit_quant_type=fp4 is not modelled; nf4 is assumed, of the same size.", "bnb_4bit_quant_type"
+            )
+        return {
+            "load_in_4bit": True,
+            "bnb_4bit_use_double_quant": settings.switch("use_bnb_nested_quant"),
+            "bnb_4bit_compute_dtype": computed,
+            "bnb_4bit_quant_storage": settings.one_of("bnb_4bit_quant_storage", STORAGES[0], STORAGES),
+        }
+    if settings.switch("load_in_8bit"):
+        return {"load_in_8bit": True}
+    if {"use_qlora", "q_lora"} & set(asked):
+        return twice
+    if asked and "qlora" in asked[-1]:
+        what = "weights are assumed in 4 bits by its name, stored as bfloat16 as FSDP needs them"
+        notes.assumptions.append(f"{asked[-1]}: {what} (--method lora for whole ones).")
+        return {**twice, "bnb_4bit_quant_storage": "bfloat16"}
+    return {}
+
+
 def _asked_for_adapters(settings: Settings, given: set[str], program: str) -> list[str]:
     """The switches that ask for adapters, or the program, if its name does and no switch is given."""
     asked = [key for key in _SWITCHES if settings.switch(key)]
@@ -372,6 +381,6 @@ def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Not
     training["model_class"], length = SCORING_SCRIPTS.get(name, ("", 1024))
     if length != 1024 and length:
         training.setdefault("max_seq_length", length)
-    elif not {"block_size", "max_seq_length", "max_length"} & set(training):
+    elif not {"block_size", "max_seq_length", "max_length", *OF_SCRIPTS} & set(training):
         training["block_size"] = 1024  # run_clm.py: min(1024, tokenizer.model_max_length)
         notes.assumptions.append("block_size is not given; run_clm.py takes 1024, or fewer where the tokenizer has fewer.")

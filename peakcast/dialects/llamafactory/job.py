@@ -26,9 +26,11 @@ from peakcast.dialects.common.translation import (
     words,
 )
 from peakcast.dialects.huggingface.accelerate import launcher_with_engine
+from peakcast.dialects.huggingface.balancing import KEY as BALANCING
+from peakcast.dialects.huggingface.evaluation import EVALUATION
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.parallelism import without_second_checkpoints
-from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.dialects.huggingface.post_training import with_method, with_own_reference
 from peakcast.jobs.spec import Optimizer, TrainingJob
 
 TRAINING = {
@@ -45,6 +47,7 @@ TRAINING = {
     "auto_find_batch_size": "auto_find_batch_size",
     "torch_empty_cache_steps": "torch_empty_cache_steps",
     "neftune_noise_alpha": "neftune_noise_alpha",
+    **EVALUATION,
 }
 ADAPTER = {
     "lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "additional_target": "modules_to_save",
@@ -65,7 +68,6 @@ UNSUPPORTED = {
     "use_v1_kernels": "LLaMA-Factory's own kernels", "mixture_of_depths": "mixture of depths",
     "shift_attn": "LongLoRA's attention",
     "fp8": "FP8 training", "upcast_layernorm": "norms in float32",
-    "upcast_lmhead_output": "logits in float32",
     "resize_vocab": "a resized vocabulary", "add_tokens": "added tokens", "loraplus_lr_ratio": "LoRA+",
     "use_cce": "cut cross entropy",
     "tensor_model_parallel_size": "Megatron's tensor parallelism", "sequence_parallel": "Megatron's sequence parallelism",
@@ -73,8 +75,11 @@ UNSUPPORTED = {
     "expert_model_parallel_size": "Megatron's expert parallelism", "context_parallel_size": "context parallelism",
     "use_distributed_optimizer": "Megatron's distributed optimizer",
     "use_dft_loss": "the DFT loss", "use_eaft_loss": "EAFT's loss", "use_hyper_parallel": "HyperParallel",
-    "use_asft_loss": "the ASFT loss, which keeps a second network,",
 }  # fmt: skip
+MORE = {
+    "use_asft_loss": "the ASFT loss, which keeps a second network,", "upcast_lmhead_output": "logits in float32",
+}  # fmt: skip
+"""The same for what needs more than the answer."""
 PREFERENCES = ("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo")
 """Values of `pref_loss` (hparams/finetuning_args.py)."""
 IGNORED = words("""
@@ -89,8 +94,7 @@ IGNORED = words("""
     dataloader_num_workers dataloader_pin_memory dataset dataset_dir ddp_find_unused_parameters ddp_timeout
     default_system disable_shuffling disable_version_check do_eval do_predict do_train dpo_label_smoothing
     early_stopping_steps enable_thinking eval_dataset eval_num_beams eval_on_each_dataset eval_on_start eval_steps
-    evaluation_strategy
-    eval_strategy export_device export_dir export_legacy_format export_quantization_bit export_quantization_dataset
+    export_device export_dir export_legacy_format export_quantization_bit export_quantization_dataset
     export_size fp8_backend fp8_enable_fsdp_float8_all_gather freeze_extra_modules freeze_trainable_layers
     freeze_trainable_modules galore_layerwise
     galore_proj_type galore_rank galore_scale galore_target galore_update_interval group_by_length hf_hub_token
@@ -99,9 +103,9 @@ IGNORED = words("""
     interleave_probs kto_chosen_weight kto_rejected_weight ld_alpha learning_rate load_best_model_at_end logging_dir
     logging_steps logging_strategy loraplus_lr_embedding low_cpu_mem_usage lr_scheduler_kwargs lr_scheduler_type
     mask_history max_grad_norm max_samples max_steps media_dir metric_for_best_model mix_strategy model_revision
-    module_dropout moe_aux_loss_coef ms_hub_token new_special_tokens_config
+    module_dropout ms_hub_token new_special_tokens_config
     num_train_epochs offload_folder om_hub_token output_dir overwrite_cache
-    overwrite_output_dir per_device_eval_batch_size pissa_convert pissa_iter placement_strategy plot_loss
+    overwrite_output_dir pissa_convert pissa_iter placement_strategy plot_loss
     ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards predict_with_generate pref_bco_weight
     pref_beta pref_ftx pref_loss preprocessing_batch_size preprocessing_num_workers print_param_status push_to_hub
     quantization_device_map ray_num_workers ray_run_name ray_storage_path ref_model
@@ -122,14 +126,14 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     _refuse_what_trains_nothing(settings)
     training = renamed(settings, TRAINING)
     _batch(settings, training)
+    training[BALANCING] = bool(settings.number("moe_aux_loss_coef"))  # model/model_utils/moe.py `configure_moe`
     model = settings.model(pasted.model, "model_name_or_path")
     kind = _finetuning_type(settings)
     launcher = launcher_with_engine(pasted, settings)
     deepspeed = launcher.deepspeed
-    sharded = _sharded(deepspeed) or bool(settings.raw("fsdp")) or launcher.fsdp is not None
     adapters = {"lora": _lora, "oft": _oft}
     adapter = _adapter(settings, training, adapters[kind](settings)) if kind in adapters else None
-    _precision(settings, training, upcast=adapter is None and deepspeed is None and not sharded)
+    _precision(settings, training, upcast=adapter is None and deepspeed is None)
     _memory(settings, training)
     without_second_checkpoints(training, launcher.fsdp, training.get("fsdp_config"))
     num_gpus = launcher.gpus(pasted, notes)
@@ -145,7 +149,7 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         launcher.fsdp,
         num_gpus,
         versions=pasted.versions.of("huggingface"),
-        spell=speller(TRAINING, ADAPTER),
+        spell=speller(TRAINING, ADAPTER, {"moe_aux_loss_coef": BALANCING}),
     )
     frozen = frozen_parts(settings, FREEZING)
     limits = [key for key in ("image_max_pixels",) if settings.given(key)]
@@ -155,7 +159,24 @@ def from_llamafactory(pasted: Pasted) -> Translation:
             translation = translation.changed(partial(TrainingJob.replace, optimizer=optimizer))
     who = f"LLaMA-Factory (train/{stage}/trainer.py)"
     job = with_shared_sequences(notes.include(translation), settings, "sequence_parallel_size", "cp_size")
-    return notes.finish(with_method(job, stage, "stage", notes, whole_logits=who, log_softmax=True))
+    job = with_method(job, stage, "stage", notes, whole_logits=who, log_softmax=True)
+    return notes.finish(_with_reference(job, settings, kind))
+
+
+def _with_reference(job: TrainingJob, settings: Settings, kind: str) -> TrainingJob:
+    """`job` with the frozen network that LLaMA-Factory keeps unless it trains by LoRA alone (0.9.5 train/trainer_utils.py
+    `create_ref_model`): another one, or the one that is trained, in the dtype in which it computes."""
+    named = settings.raw("ref_model")
+    if job.reference not in ("model", "adapter_off") or (kind == "lora" and not named):
+        return job
+    said = settings.notes.unsupported
+    if settings.raw("ref_model_quantization_bit"):
+        said.append("The reference's quantised weights are counted whole.", "ref_model_quantization_bit", "less")
+    if job.precision.parameters != job.precision.compute:
+        said.append("The reference is counted in the dtype of what is trained; LLaMA-Factory halves it.", "bf16", "less")
+    if named:
+        said.append(f"The reference (ref_model={named}) is counted as large as the network that is trained.", "ref_model")
+    return with_own_reference(job, settings.notes, f"ref_model={named}" if named else f"finetuning_type={kind}")
 
 
 def _refuse_what_trains_nothing(settings: Settings) -> None:
@@ -176,7 +197,8 @@ def _batch(settings: Settings, training: dict[str, Any]) -> None:
     blocks = settings.integer("block_size")  # of scripts with the same keys of adapters, such as run_clm_pt_with_peft.py
     training["max_length"] = blocks or settings.integer("cutoff_len", 2048, assume=True)
     training["neat_packing"] = settings.switch("neat_packing")
-    training["packing"] = settings.switch("packing") or training["neat_packing"]
+    packs = settings.text("stage", "sft") == "pt"  # hparams/parser.py `get_train_args`
+    training["packing"] = settings.switch("packing", packs) or training["neat_packing"]
 
 
 def _finetuning_type(settings: Settings) -> str:
@@ -212,14 +234,9 @@ def _stage(settings: Settings) -> str:
     return preference if stage == "dpo" and preference in ("orpo", "simpo") else stage
 
 
-def _sharded(deepspeed: Any) -> bool:
-    zero = (deepspeed or {}).get("zero_optimization")
-    return isinstance(zero, dict) and zero.get("stage") == 3
-
-
 def _precision(settings: Settings, training: dict[str, Any], *, upcast: bool) -> None:
-    """Set the dtypes. Trained parameters are cast to float32, except with pure_bf16, ZeRO-3 or FSDP (model/adapter.py,
-    `init_adapter`)."""
+    """Set the dtypes. Trained parameters are cast to float32, except with pure_bf16 and ZeRO-3 (0.9.5 model/adapter.py,
+    `init_adapter`; before 0.9.4 except with FSDP, for which accelerate widens them)."""
     pure = settings.switch("pure_bf16")
     bf16, fp16 = settings.switch("bf16"), settings.switch("fp16")
     half = "bfloat16" if bf16 or pure else "float16" if fp16 else None
@@ -275,7 +292,7 @@ def _adapter(settings: Settings, training: dict[str, Any], own: dict[str, Any]) 
         )
     if bits == 4:
         four = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double, "bnb_4bit_quant_storage": "bfloat16"}
-        training["quantization_config"] = four  # stored in the dtype in which it computes
+        training["quantization_config"] = four  # 0.9.5 model_utils/quantization.py: quant_storage=compute_dtype
         if not settings.given("double_quantization"):
             settings.notes.assumptions.append("double_quantization is not given; the default of LLaMA-Factory is true.")
     elif bits == 8:
@@ -334,6 +351,7 @@ def _note_optimizer(settings: Settings, training: dict[str, Any], key: str) -> N
 
 def _rest(settings: Settings) -> None:
     note_unsupported(settings, UNSUPPORTED)
+    note_unsupported(settings, MORE, "more")
     for key in ("gradient_checkpointing", "lora_target", "sequence_parallel_size", "cp_size"):
         settings.given(key)
     settings.note_left(IGNORED)

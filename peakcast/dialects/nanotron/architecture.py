@@ -69,12 +69,13 @@ UNSUPPORTED = {
 
 def nanotron_architecture(settings: Settings, tensor: int) -> Architecture:
     """The network of `model.model_config`, with its vocabulary padded as in nanotron. Raises: SpecError."""
-    family = next((name for key, name in FAMILIES.items() if settings.switch(PREFIX + key)), None)
-    if family is None:
+    chosen = [name for key, name in FAMILIES.items() if settings.switch(PREFIX + key)]
+    if not chosen:
         raise SpecError(
             f"model.model_config must be of a known family ({', '.join(FAMILIES)}: true); give the network by --model.",
             parameter="model.model_config",
         )
+    family = chosen[0]
     given = {name: settings.raw(PREFIX + name) for name in sorted(SAME_NAMES)}
     given |= {name: settings.raw(PREFIX + key) for key, name in OTHER_NAMES.items() if settings.given(PREFIX + key)}
     config = DEFAULTS[family] | {name: value for name, value in given.items() if value is not None}

@@ -27,6 +27,8 @@ LAUNCHER_SWITCHES = words("""
     standalone multi_gpu use_fsdp use_deepspeed no_python use_env no_local_rank same_network use_cpu module m
 """)
 """Flags of launchers without a value."""
+SHORTENED = {"config": "config_file"}
+"""A launcher's flag as argparse takes it shortened (accelerate examples/slurm/submit_multinode_fsdp.sh) -> its name."""
 OF_OTHER_MACHINES = words("config_file exclude e hostfile H num_machines machine_rank")
 """Flags of accelerate and deepspeed that may leave out GPUs of this machine, or add those of others; without them, and
 without a number, they start a process for each GPU that they see."""
@@ -46,8 +48,12 @@ _BEFORE = re.compile(
     r"(.*/)?(srun|mpirun|mpiexec|nohup|numactl|time|env|sudo|nsys|ncu|exec|uv|poetry|run|conda|stdbuf|debugpy)"
 )
 _MPI = re.compile(r"(.*/)?(mpirun|mpiexec)")
-_STARTED = re.compile(r"python[\d.]*|bash|sh|torchrun|deepspeed|accelerate|.*\.(py|sh)|\./.*")
-"""Programs that mpirun starts."""
+_CONTAINERS = re.compile(r"(.*/)?(docker|podman|nvidia-docker|singularity|apptainer|enroot|kubectl)")
+"""Programs that run the rest of their words in a container."""
+_STARTED = re.compile(
+    r"python[\d.]*|bash|sh|torchrun|deepspeed|accelerate|srun|uv|env|.*\.(py|sh)|\./.*|" + "|".join(_CLIS)
+)
+"""Programs that mpirun or a container starts."""
 _WITH_VALUE = words("""
     --extra --with --group --python --env-file --container-image --container-mounts --container-name --nodes --ntasks
     --ntasks-per-node --gpus-per-node --cpus-per-task --partition --job-name
@@ -133,10 +139,14 @@ def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         words = ["torchrun", "--nproc_per_node=gpu", *words[3:]]
     if words[:3] == ["oumi", "distributed", "accelerate"]:
         words = words[2:]
-    while words and _BEFORE.fullmatch(words[0]):
+    while words and (_BEFORE.fullmatch(words[0]) or _CONTAINERS.fullmatch(words[0])):
         if _MPI.fullmatch(words[0]):
             words, processes = _after_mpi(words[1:])
             env |= {"OMPI_COMM_WORLD_SIZE": processes} if processes else {}
+            continue
+        if _CONTAINERS.fullmatch(words[0]):
+            words, given = _after_container(words[1:])
+            env |= given
             continue
         words = words[1:]
         while words and (words[0].startswith("-") or "=" in words[0] or words[0].isdigit()):
@@ -150,12 +160,26 @@ def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _after_mpi(words: list[str]) -> tuple[list[str], str]:
-    """(the words from the program that mpirun starts, the number of processes if `words`, its options, say it). Which
-    options take how many values differs from one MPI to another, so the program is the first word that can be one."""
-    programs = (index for index, word in enumerate(words) if _STARTED.fullmatch(word.rsplit("/", 1)[-1]))
-    begins = next(programs, len(words))
+    """(the words from the program that mpirun starts, the number of processes if `words`, its options, say it)."""
+    begins = _begin_of_program(words)
     numbers = [value for flag, value in pairwise(words[:begins]) if flag in ("-np", "-n", "--np")]
     return words[begins:], numbers[-1] if numbers and is_whole(numbers[-1]) else ""
+
+
+def _after_container(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """(the words from the program that runs in the container, the variables that its options set: `-e NAME=VALUE`)."""
+    begins = _begin_of_program(words)
+    given = [value for flag, value in pairwise(words[:begins]) if flag in ("-e", "--env") and "=" in value]
+    given += [word.removeprefix("--env=") for word in words[:begins] if word.startswith("--env=")]
+    return words[begins:], {name: value for name, _, value in (each.partition("=") for each in given)}
+
+
+def _begin_of_program(words: list[str]) -> int:
+    """The place of the program among `words`, which begin with options of another one. Which options take how many values
+    differs from one release to another, so the program is the first word that can be one; a path on both sides of a colon
+    is a folder of a container."""
+    programs = (i for i, word in enumerate(words) if ":" not in word and _STARTED.fullmatch(word.rsplit("/", 1)[-1]))
+    return next(programs, len(words))
 
 
 def _launch(command: ShellCommand) -> Launch | None:
@@ -278,7 +302,7 @@ def _launcher_flags(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     own: dict[str, Any] = {}
     while words and words[0].startswith("-"):
         flag, equals, value = words[0].lstrip("-").partition("=")
-        key = flag.replace("-", "_")
+        key = SHORTENED.get(flag, flag.replace("-", "_"))
         words = words[1:]
         if equals:
             own[key] = value

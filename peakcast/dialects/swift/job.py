@@ -23,8 +23,11 @@ from peakcast.dialects.common.translation import (
     note_numbers,
     note_unsupported,
     refuse_teacher,
+    speller,
 )
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_beside
+from peakcast.dialects.huggingface.balancing import KEY as BALANCING
+from peakcast.dialects.huggingface.evaluation import STRATEGIES, strategy_of
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.dialects.huggingface.quantization import STORAGES
@@ -93,7 +96,7 @@ HEADLESS = {
     "embedding": "AutoModel",
 }  # fmt: skip
 """`task_type` -> the class of its network, which makes no logits of the vocabulary."""
-COUNTED = {"rpo_alpha": "RPO's likelihood term", "router_aux_loss_coef": "The router's auxiliary loss"}
+COUNTED = {"rpo_alpha": "RPO's likelihood term"}
 """Settings that any number except 0 switches on -> the feature."""
 FREEZING = {"vision": "freeze_vit", "projector": "freeze_aligner", "language": "freeze_llm"}
 """Part of a vision-language model -> the key that freezes it (ms-swift's tuner arguments)."""
@@ -130,6 +133,7 @@ def from_swift(pasted: Pasted) -> Translation:
     if pasted.env.get("CELOSS_PARALLEL_SIZE"):
         sentence = "ms-swift's loss on chunks of tokens (CELOSS_PARALLEL_SIZE) is not modelled; whole logits are counted."
         notes.unsupported.append(sentence, "CELOSS_PARALLEL_SIZE", "less")
+    training |= {BALANCING: bool(settings.number("router_aux_loss_coef")), **_evaluation(settings)}
     frozen = frozen_parts(settings, FREEZING)
     settings.given("sequence_parallel_size")
     for key in settings.left():  # the Trainer's keys; its reader notes unknown ones
@@ -145,6 +149,7 @@ def from_swift(pasted: Pasted) -> Translation:
         launcher.fsdp,
         num_gpus,
         versions=pasted.versions.of("huggingface"),
+        spell=speller({"router_aux_loss_coef": BALANCING}),
     )
     limits = [name for name in ("MAX_PIXELS",) if pasted.env.get(name)] or [k for k in ("max_pixels",) if settings.given(k)]
     job = with_frozen_parts(notes.include(translation), frozen, settings, FREEZING, limits)
@@ -230,6 +235,17 @@ def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, An
         training["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # the default under DDP
     put_fsdp(settings, training, pasted)
     return training
+
+
+def _evaluation(settings: Settings) -> dict[str, Any]:
+    """When and with how many sequences at once it evaluates: as often as it saves, if there is something to evaluate on
+    (ms-swift 4.6 arguments/sft_args.py `_init_eval_strategy`, trainers/arguments.py)."""
+    share = settings.number("split_dataset_ratio", 0.0)
+    held_out = any([share, settings.raw("val_dataset"), settings.raw("cached_val_dataset")])
+    saves = settings.text("save_strategy", "steps").lower()
+    strategy = strategy_of(settings, "eval_strategy", saves if saves in STRATEGIES else "steps")
+    sequences = settings.integer("per_device_eval_batch_size", 1)
+    return {"eval_strategy": strategy if held_out else "no", "per_device_eval_batch_size": sequences}
 
 
 def _length(settings: Settings) -> int:
