@@ -142,8 +142,7 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
         from peakcast.networks.config import architecture_from_hf_config
 
         try:
-            read: dict[str, Any] = to_mapping(architecture_from_hf_config(config.to_dict()))
-            return read
+            return dict(to_mapping(architecture_from_hf_config(config.to_dict())))
         except PeakcastError:
             pass
     matrices = [shape for shape in _whole_shapes(network) if len(shape) == 2] or [(1, 1)]

@@ -198,9 +198,8 @@ def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Preci
     """What is trained, and in which dtypes: they depend on each other, as adapters get their dtype from the weights."""
     training, engine, shards, notes = run.training, run.engine, run.shards, run.notes
     quantization = quantization_of(run.model, training, run.config)
-    quantized = bool(quantization)
     weights = weights_dtype(
-        run.model, run.architecture.name, training, notes, is_modern=run.is_modern, quantized=quantized
+        run.model, run.architecture.name, training, notes, is_modern=run.is_modern, quantized=bool(quantization)
     )
     half = half_dtype(training, engine, shards, notes)
     loaded = half if engine is not None and half is not None else weights
@@ -320,20 +319,17 @@ def _attention(
 
 
 def _checkpointing(training: Settings, shards: Settings | None, modern: bool) -> ActivationCheckpointing:
-    inside = has_checkpoints(shards, training)
     given = training.raw("gradient_checkpointing_kwargs") or {}
     if not isinstance(given, Mapping):
         raise training.refuse("gradient_checkpointing_kwargs", "must be a mapping, such as {use_reentrant: false}")
     settings = Settings(given, training.notes, "transformers", lambda key: f"gradient_checkpointing_kwargs.{key}")
-    if inside:  # accelerate 1.15 utils/fsdp_utils.py and accelerator.py: CheckpointImpl.NO_REENTRANT
+    if has_checkpoints(shards, training):  # accelerate 1.15 utils/fsdp_utils.py: CheckpointImpl.NO_REENTRANT
         return ActivationCheckpointing(mode="full", use_reentrant=False)
     if not training.switch("gradient_checkpointing"):
         return ActivationCheckpointing()
     reentrant = settings.switch("use_reentrant", not modern)
     if not settings.given("use_reentrant"):
-        training.notes.assumptions.append(
-            f"use_reentrant is not given; {'transformers 5' if modern else 'transformers 4'} takes {reentrant}."
-        )
+        training.notes.assumptions.append(f"use_reentrant is not given: {reentrant} in transformers {5 if modern else 4}.")
     each = settings.integer("every_n_layers", 1) or 1
     return ActivationCheckpointing(mode="full", use_reentrant=reentrant, every_n_layers=each)
 
