@@ -53,7 +53,8 @@ class Phase(IntEnum):
 EMPTIED = "empty_cache"
 """The label of an instant at which the allocator gives its whole cache back (`torch.cuda.empty_cache`)."""
 PRIVATE_STREAM = 65
-"""Streams from this one on stand for private pools of memory, as CUDA graphs have them: they keep their cache."""
+"""Streams from this one on stand for private pools of memory, as CUDA graphs have them: they keep their cache. A program
+has at most 64 streams of its own (c10/cuda/CUDAStream.cpp: 32 of each of two priorities)."""
 
 
 @dataclass(frozen=True, slots=True)

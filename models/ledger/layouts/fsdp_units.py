@@ -151,7 +151,7 @@ def units_by_layer(
     taken = {tensor for unit in units for tensor in unit.tensors}
     left = [tensor for tensor in left if tensor not in taken]
     if left or not ends_apart:
-        units.append(Unit("root", ends.root, tuple(left), True, True, place=UnitPlace.ROOT))
+        units.append(Unit("root", ends.root, tuple(left), True, reduces_at_end=True, place=UnitPlace.ROOT))
     return units
 
 
@@ -190,10 +190,10 @@ def _with_copies(units: list[Unit], outside: Iterable[StoredTensor]) -> list[Uni
 def _with_ends(units: list[Unit], ends: OutsideLayers, first_layer_without_gradient: bool) -> list[Unit]:
     """`units` and those of token table, final norm and lm_head."""
     if ends.shares_table:  # gathered for the embedding, whose input has no gradient
-        return [*units, Unit("tail", ENDS, ends.tail, True, True, place=UnitPlace.TAIL, hook=Mark.LM_HEAD)]
+        return [*units, Unit("tail", ENDS, ends.tail, True, reduces_at_end=True, place=UnitPlace.TAIL, hook=Mark.LM_HEAD)]
     unused = first_layer_without_gradient
     first = Unit("embedding", ENDS[:1], ends.table, reduces_at_end=True, prefetched_unused=unused)
     modules = tuple(dict.fromkeys((ends.tail_begins, BlockKind.HEAD.value)))
     at_end = first_layer_without_gradient and block_of(ends.tail_begins) is BlockKind.LAYER
-    tail = Unit("tail", modules, ends.tail, True, at_end, place=UnitPlace.TAIL, hook=Mark.LM_HEAD)
+    tail = Unit("tail", modules, ends.tail, True, reduces_at_end=at_end, place=UnitPlace.TAIL, hook=Mark.LM_HEAD)
     return [*([first] if ends.table else []), *units, *([tail] if ends.tail else [])]  # a pipeline stage may lack either
