@@ -20,6 +20,7 @@ from peakcast.models.recipes.shelf import wants_recipe
 if TYPE_CHECKING:
     from peakcast.answers.advised import Advice
     from peakcast.answers.prediction import Answer, GpuVerdict, Prediction
+    from peakcast.jobs.spec import TrainingJob
     from peakcast.models.calibration.calibration import Calibration
 
 LONGEST_TRACE_SECONDS = 300.0
@@ -99,12 +100,23 @@ def _full_answer(
 
 
 def _remarks(asked: Question, prediction: Prediction) -> tuple[str, ...]:
-    generates = asked.job.task == "inference" and asked.job.architecture.kind == "decoder"
-    if not generates or not prediction.is_covered or wants_recipe(asked.job):
+    if wants_recipe(asked.job):
+        return _changes_without_number(asked.job) if prediction.fits != "yes" else ()
+    if asked.job.task != "inference" or asked.job.architecture.kind != "decoder" or not prediction.is_covered:
         return ()
     from peakcast.explaining.key_value_cache import cache_sentences
 
     return cache_sentences(asked.job, asked.device, prediction)
+
+
+def _changes_without_number(job: TrainingJob) -> tuple[str, ...]:
+    from peakcast.explaining.uncompared import uncompared
+
+    found = []
+    for candidate in uncompared(job):
+        settings = " ".join(f"--set {path}={str(value).lower()}" for path, value in candidate.changes(job).items())
+        found.append(f"{candidate.sentence[0].lower()}{candidate.sentence[1:]} ({settings})")
+    return (f"Not compared, since each is recorded only when it is asked for: {'; '.join(found)}.",) if found else ()
 
 
 def _gpus(asked: Question, prediction: Prediction) -> tuple[GpuVerdict, ...]:

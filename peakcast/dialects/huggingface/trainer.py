@@ -26,6 +26,7 @@ from peakcast.dialects.huggingface.quantization import STORAGES
 from peakcast.dialects.huggingface.trl_adapters import trl_computes_in, with_casts_of_trl
 from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
 from peakcast.dialects.huggingface.trl_loss import take_sft_loss
+from peakcast.dialects.huggingface.vision import take_images
 from peakcast.dialects.huggingface.whose_trainer import (
     EXAMPLE_SCRIPT,
     OF_EXAMPLES,
@@ -60,7 +61,7 @@ _QUANTIZATION = (
     "bnb_4bit_compute_dtype",
 )  # fmt: skip
 _SCRIPT = re.compile(
-    r"dataset_.*|datasets?|model_(revision|code_revision|adapter_name)|base_model_revision|chat_template|trust_remote_code"
+    r"dataset_.*|datasets?|cache_dir|model_(revision|code_revision|adapter_name)|base_model_revision|chat_template|trust_remote_code"
     r"|ignore_bias_buffers|columns.*|streaming|test_split_size|config|system_prompt|disable_dropout"
     r"|pad_to_multiple_of|pad_token|truncation_mode|tools|max_prompt_length|max_completion_length"
     r"|cpo_alpha|simpo_gamma|alpha|is_encoder_decoder|tpo_(alpha|l_gamma)|label_pad_token_id|padding_value|generate_during_eval|discopop_tau|ld_alpha|loss_weights|f_.*|label_smoothing"
@@ -71,8 +72,6 @@ _SCRIPT = re.compile(
 memory."""
 MODEL_KEYS = ("model_name_or_path", "model_name", "model_path", "model_id", "config_name")
 """Keys of the network: of transformers' and TRL's scripts, and those customary in others'."""
-_OF_IMAGES = re.compile(r"mm_\w+|image_\w+|\w*mm_mlp_adapter|group_by_modality_length|version")
-"""Keys of LLaVA's scripts beside `vision_tower`."""
 TRANSFORMERS = Whose(False, True, "read as transformers' own, as asked")
 def from_training(pasted: Pasted) -> Translation:
     """The job of TrainingArguments or a TRL configuration."""
@@ -161,7 +160,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     _note_loss(training, method, notes)
     versions = pasted.versions.of("huggingface")
     loss_options = take_sft_loss(training, method, versions, notes) if whose.trl else {}
-    _note_images(training, notes)
+    with_parts = take_images(training, notes)
     training[BALANCING] = bool(Settings(training, notes, "trl").number("router_aux_loss_coef"))  # SFTTrainer.__init__
     training.pop("router_aux_loss_coef", None)
     num_gpus = _take_from_launcher(launcher, pasted, training, notes)
@@ -174,7 +173,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
         training.setdefault("packing_strategy", "bfd")  # since trl 0.18
     given = (model, training, adapter, deepspeed, launcher.fsdp, num_gpus)
     spell = speller({"router_aux_loss_coef": BALANCING})
-    job = notes.include(from_huggingface(*given, versions=versions, spell=spell))
+    job = with_parts(notes.include(from_huggingface(*given, versions=versions, spell=spell)))
     job = job.replace(framework_options=FrozenMapping({**job.framework_options, **loss_options}))
     job = with_casts_of_trl(job, versions, notes) if whose.trl else job
     job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
@@ -228,17 +227,6 @@ def _note_loss(training: dict[str, Any], method: str | None, notes: Notes) -> No
         notes.assumptions.append("loss_type=apo_zero_unpaired has no forward for the KL term; KTO's is counted.")
     if method != "sft" and training.pop("loss_type", None) is not None:
         notes.ignored.append("loss_type")
-
-
-def _note_images(training: dict[str, Any], notes: Notes) -> None:
-    """Note a vision tower, and remove its settings, which LLaVA's scripts have."""
-    if training.pop("vision_tower", None):
-        notes.unsupported.append(
-            "The vision tower (vision_tower), its projector and the tokens of images are not in the number.",
-            "vision_tower",
-            "more",
-        )
-        _drop(training, notes, lambda key: bool(_OF_IMAGES.fullmatch(key)))
 
 
 def _drop(training: dict[str, Any], notes: Notes, chosen: Callable[[str], bool]) -> None:
