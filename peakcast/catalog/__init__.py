@@ -160,8 +160,14 @@ def _file(key: str) -> dict[str, Any]:
     """The content of one architecture's file: its own keys, and `config`, the excerpt of its config.json (in which "null"
     stands for null, which TOML does not have)."""
     mapping = tomllib.loads(_HERE.joinpath("architectures", f"{key}.toml").read_text(encoding="utf-8"))
-    mapping["config"] = {field: None if value == "null" else value for field, value in mapping["config"].items()}
+    mapping["config"] = _with_nulls(mapping["config"])
     return mapping
+
+
+def _with_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {field: _with_nulls(inner) for field, inner in value.items()}
+    return None if value == "null" else value
 
 
 @cache

@@ -42,7 +42,8 @@ def test_parts_train_as_each_project_says_it(given, frozen, tmp_path):
 def test_sizes_of_images_and_data_are_known_settings(tmp_path):
     given = {"max_pixels": "451584", "min_pixels": "12544", "data_flatten": "True", "vision_tower_lr": "1e-6"}
     read = _read(tmp_path, SEES, tune_mm_llm="True", **given)
-    assert not read.unknown and not read.unsupported
+    assert not read.unknown
+    assert not read.unsupported
     assert any(sentence.startswith("data_flatten puts a batch in one row") for sentence in read.assumptions)
     blind = _read(tmp_path, TEXT, tune_mm_llm="True", **given)
     assert any(sentence.startswith("max_pixels is of images, and") for sentence in blind.unsupported)
