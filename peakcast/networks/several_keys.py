@@ -16,6 +16,19 @@ def alibi_without_positions(config: Mapping[str, Any], values: TomlTable) -> Non
         values["position_embedding"] = "alibi"
 
 
+def positions_after_padding(config: Mapping[str, Any], values: TomlTable) -> None:
+    """The first token of RoBERTa has the position after that of padding (transformers 5.17 modeling_roberta.py
+    `create_position_ids_from_input_ids`): of the published 514 rows, 512 are of tokens."""
+    padding = config.get("pad_token_id", 1)
+    values["position_embedding_offset"] = (padding if isinstance(padding, int) else 1) + 1
+    values["max_position_embeddings"] -= values["position_embedding_offset"]
+
+
+def positions_after_padding_keys(architecture: Architecture) -> TomlTable:
+    rows = architecture.max_position_embeddings + architecture.position_embedding_offset
+    return {"max_position_embeddings": rows, "pad_token_id": architecture.position_embedding_offset - 1}
+
+
 def both_halves_of_feed_forward(config: Mapping[str, Any], values: TomlTable) -> None:
     """Qwen-1 counts both halves of the gated feed-forward in `intermediate_size`."""
     values["intermediate_size"] //= 2

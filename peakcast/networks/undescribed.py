@@ -6,8 +6,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from peakcast.jobs.architecture import Architecture
@@ -95,7 +98,27 @@ def undescribed(config: Mapping[str, Any], name: str | None) -> Architecture:
         head_dim=_size(config, "head_dim", max(1, hidden // heads)),
         configuration=kept_configuration(config),
         kind="undescribed",
+        **_positions(config),
     )
+
+
+def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The table of positions of a family in which it ends, so that a longer sequence is known to fail."""
+    table = _position_tables().get(str(config["model_type"]))
+    rows = config.get(table["key"]) if table is not None else None
+    before = int(table.get("before", 0)) if table is not None else 0
+    if not isinstance(rows, int) or rows <= before:
+        return {}
+    return {
+        "position_embedding": "learned",
+        "max_position_embeddings": rows - before,
+        "position_embedding_offset": before,
+    }
+
+
+@cache
+def _position_tables() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(files("peakcast.catalog").joinpath("position_tables.toml").read_text(encoding="utf-8"))
 
 
 def _size(config: Mapping[str, Any], field: str, otherwise: int) -> int:

@@ -9,6 +9,8 @@ from peakcast.dialects.common.translation import Notes, Settings
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import Batch
 
+IN_BLOCKS = "in_blocks"
+"""Whether the data are cut into blocks, as by run_clm.py: no key of theirs, but what the program's name says."""
 STRATEGIES = ("bfd", "bfd_split", "bfd-requeue", "ffd", "wrapped")
 """trl's packing strategies. All but `wrapped` keep sequences whole and join them without padding (trl 0.18-1.16
 trainer/sft_trainer.py: `padding_free or packing and packing_strategy == "bfd"`)."""
@@ -24,16 +26,21 @@ LENGTHS_CHANGE = (
 """Of `swift_benchmark.jsonl`, by the rows of Yi and Mistral."""
 
 
-def sequence_length(training: Settings, notes: Notes) -> int:
+def sequence_length(architecture: Architecture, training: Settings, notes: Notes) -> int:
     """Tokens of the longest sequence, or of a packed one."""
     names = ("max_length", "max_seq_length", "max_source_length", "model_max_length", "block_size", *OF_SCRIPTS)
     key = next((name for name in names if training.given(name)), None)
     padded = not (training.switch("packing") or training.switch("padding_free"))
-    if padded and key != "block_size":  # run_clm.py cuts the data into blocks
+    in_blocks = key == "block_size" or (key is None and training.switch(IN_BLOCKS))
+    if padded and not in_blocks:
         notes.cached.append(LENGTHS_CHANGE, "batch.shortest_sequence", "more")
     if key is None:
-        notes.assumptions.append("max_length is not given; trl's default 1024 is treated as the sequence length.")
-        return 1024
+        length = min(1024, architecture.most_positions or 1024)
+        fewer = f", and {architecture.name} has positions for {length}" if length < 1024 else ""
+        given, whose = ("block_size", "run_clm.py's") if in_blocks else ("max_length", "trl's")
+        said = f"{given} is not given; {whose} default 1024 is treated as the sequence length{fewer}."
+        notes.assumptions.append(said)
+        return length
     if padded:
         notes.assumptions.append(
             f"sequences are treated as padded to {training.spell(key)}; shorter batches need less. The mask of a padded "

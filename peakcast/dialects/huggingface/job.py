@@ -176,7 +176,7 @@ def _job(run: _Run, options: dict[str, Any]) -> TrainingJob:
         framework=framework,
         versions=FrozenMapping(run.versions),
         micro_batch_size=_batch(training, engine, "per_device_train_batch_size", "train_micro_batch_size_per_gpu", 8),
-        sequence_length=sequence_length(training, notes),
+        sequence_length=sequence_length(run.architecture, training, notes),
         decoder_sequence_length=target_length(run.architecture, training, notes),
         batch=batch_form(training, attention, run.versions, notes),
         gradient_accumulation_steps=_batch(

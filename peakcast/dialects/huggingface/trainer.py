@@ -16,7 +16,7 @@ from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import AlternativeReading, Notes, Settings, Translation, speller
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
 from peakcast.dialects.huggingface.balancing import KEY as BALANCING
-from peakcast.dialects.huggingface.batch import OF_SCRIPTS
+from peakcast.dialects.huggingface.batch import IN_BLOCKS, OF_SCRIPTS
 from peakcast.dialects.huggingface.command import as_in_a_file
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.likely_runs import TRL, likely_runs
@@ -370,5 +370,4 @@ def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Not
     if length != 1024 and length:
         training.setdefault("max_seq_length", length)
     elif not {"block_size", "max_seq_length", "max_length", *OF_SCRIPTS} & set(training):
-        training["block_size"] = 1024  # run_clm.py: min(1024, tokenizer.model_max_length)
-        notes.assumptions.append("block_size is not given; run_clm.py takes 1024, or fewer where the tokenizer has fewer.")
+        training[IN_BLOCKS] = "speech" not in name  # min(1024, tokenizer.model_max_length) tokens each
