@@ -104,7 +104,10 @@ def test_parts_of_a_vision_language_model_are_frozen_as_told(given, frozen, tmp_
     text |= {"intermediate_size": 64, "vocab_size": 512}
     config = {"model_type": "llava", "vision_config": vision, "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read(str(tmp_path), finetuning_type="full", **given).job.finetuning.frozen == frozen
+    found = read(str(tmp_path), finetuning_type="full", **given)
+    assert found.job.finetuning.frozen == frozen
+    assert (found.job.images.per_sequence, found.job.images.size) == (1, (768, 768))  # the most that an image may have
+    assert any("image_max_pixels allows, 768 x 768" in sentence for sentence in found.assumptions)
 
 
 def test_a_network_of_text_alone_has_nothing_frozen():

@@ -45,6 +45,9 @@ def test_sizes_of_images_and_data_are_known_settings(tmp_path):
     assert not read.unknown
     assert not read.unsupported
     assert any(sentence.startswith("data_flatten puts a batch in one row") for sentence in read.assumptions)
+    assert not read.job.images.per_sequence  # 576 tokens of an image would not fit into 128
+    longer = _read(tmp_path, SEES, tune_mm_llm="True", **given, max_length="1024").job
+    assert (longer.images.per_sequence, longer.images.size) == (1, (672, 672))
     blind = _read(tmp_path, TEXT, tune_mm_llm="True", **given)
     assert any(sentence.startswith("max_pixels is of images, and") for sentence in blind.unsupported)
 

@@ -1,12 +1,13 @@
-"""Parts of a vision-language model that a project's configuration freezes."""
+"""What a project's configuration says of a vision-language model: the parts that it freezes, and how large images are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from peakcast.dialects.common.translation import Settings
-from peakcast.jobs.images import sees_images
+from peakcast.jobs.images import MOST_PIXELS, Images, sees_images
 from peakcast.jobs.spec import TrainingJob
 
 
@@ -16,13 +17,23 @@ def frozen_parts(settings: Settings, keys: Mapping[str, str]) -> tuple[str, ...]
     return tuple(part for part, key in keys.items() if settings.switch(key, part != "language"))
 
 
+PIXELS_OF_A_TOKEN = 28**2
+"""Of an image of Qwen2-VL and its like (transformers 5.17 models/qwen2_vl/image_processing_qwen2_vl.py: patches of 14 × 14,
+four of which become one token). Other networks have fewer tokens."""
+
+
 def with_frozen_parts(
-    job: TrainingJob, parts: tuple[str, ...], settings: Settings, keys: Mapping[str, str], limits: Iterable[str] = ()
+    job: TrainingJob,
+    parts: tuple[str, ...],
+    settings: Settings,
+    keys: Mapping[str, str],
+    limits: Mapping[str, int | None] | None = None,
 ) -> TrainingJob:
-    """`job` with `parts` frozen, for all weights and for adapters; networks without images as they are. `limits`: settings
-    that are given and limit the size of images."""
+    """`job` with `parts` frozen, for all weights and for adapters, and with an image in each sequence if its size is
+    limited; networks without images as they are. `limits`: the settings that limit the size of images -> most pixels, None
+    if the setting says something else."""
     if not sees_images(job.architecture):
-        for key in limits:
+        for key in limits or {}:
             settings.notes.unsupported.append(
                 f"{key} is of images, and {job.architecture.name} reads text alone: the vision tower and the tokens of "
                 "images are not in the number. --model takes the config.json of a network that sees images.",
@@ -34,4 +45,19 @@ def with_frozen_parts(
         settings.notes.assumptions.append(
             f"{settings.project} freezes the vision tower and the projector unless it is told not to."
         )
-    return job.replace(finetuning=replace(job.finetuning, frozen=parts))
+    job = job.replace(finetuning=replace(job.finetuning, frozen=parts))
+    return _with_an_image(job, limits or {}, settings)
+
+
+def _with_an_image(job: TrainingJob, limits: Mapping[str, int | None], settings: Settings) -> TrainingJob:
+    """`job` with one image in each sequence, of the size that it may have at most."""
+    key, pixels = next(((key, pixels) for key, pixels in limits.items() if pixels), ("", 0))
+    side = min(math.isqrt(pixels), MOST_PIXELS)
+    whole_rows = job.task == "train" and job.batch.form == "rows" and not job.batch.shortest_sequence
+    if not whole_rows or not 0 < side**2 < job.sequence_length * PIXELS_OF_A_TOKEN:
+        return job
+    settings.notes.assumptions.append(
+        f"each sequence has an image of the most pixels that {key} allows, {side} x {side}; data without images need less, "
+        "and more of them more: --images-per-sequence 0."
+    )
+    return job.replace(images=Images(per_sequence=1, height=side))

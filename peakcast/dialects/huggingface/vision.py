@@ -23,7 +23,7 @@ _OF_IMAGES = re.compile(
 )
 """Keys of data, learning rates and image sizes in the scripts of `PROJECTS`."""
 LIMITS = ("max_pixels", "image_max_pixels", "force_image_size")
-"""Settings that limit the size of images."""
+"""Settings that limit the size of images; InternVL's is the side of a tile, of which an image has several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def take_images(training: dict[str, Any], notes: Notes) -> Callable[[TrainingJob
     for key in project.adapters:
         if own.integer(key):
             notes.unsupported.append(f"{key}: adapters of {project.name} are not read; say them with --method lora.", key)
-    limits = [key for key in LIMITS if own.given(key)]
+    limits = {key: own.integer(key) if key != "force_image_size" else None for key in LIMITS if own.given(key)}
     for key in (*project.keys.values(), *project.adapters, "data_flatten"):
         training.pop(key, None)
     _drop(training, notes, _OF_IMAGES)

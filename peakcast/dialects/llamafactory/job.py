@@ -31,6 +31,7 @@ from peakcast.dialects.huggingface.evaluation import EVALUATION
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.parallelism import without_second_checkpoints
 from peakcast.dialects.huggingface.post_training import with_method, with_own_reference
+from peakcast.jobs.images import sees_images
 from peakcast.jobs.spec import Optimizer, TrainingJob
 
 TRAINING = {
@@ -152,7 +153,8 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         spell=speller(TRAINING, ADAPTER, {"moe_aux_loss_coef": BALANCING}),
     )
     frozen = frozen_parts(settings, FREEZING)
-    limits = [key for key in ("image_max_pixels",) if settings.given(key)]
+    asks = settings.given("image_max_pixels") or sees_images(translation.job.architecture)
+    limits = {"image_max_pixels": settings.integer("image_max_pixels", MOST_PIXELS)} if asks else {}
     translation = replace(translation, job=with_frozen_parts(translation.job, frozen, settings, FREEZING, limits))
     for key, optimizer in OWN_OPTIMIZERS.items():
         if settings.switch(key):
@@ -221,6 +223,8 @@ FREEZING = {
     "language": "freeze_language_model",
 }
 """Part of a vision-language model -> the key that freezes it (hparams/finetuning_args.py)."""
+MOST_PIXELS = 768 * 768
+"""Of an image, unless `image_max_pixels` says otherwise (0.9.5 hparams/model_args.py)."""
 
 
 def _stage(settings: Settings) -> str:

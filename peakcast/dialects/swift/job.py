@@ -151,11 +151,17 @@ def from_swift(pasted: Pasted) -> Translation:
         versions=pasted.versions.of("huggingface"),
         spell=speller({"router_aux_loss_coef": BALANCING}),
     )
-    limits = [name for name in ("MAX_PIXELS",) if pasted.env.get(name)] or [k for k in ("max_pixels",) if settings.given(k)]
-    job = with_frozen_parts(notes.include(translation), frozen, settings, FREEZING, limits)
+    job = with_frozen_parts(notes.include(translation), frozen, settings, FREEZING, _image_limits(pasted, settings))
     job = with_shared_sequences(job, settings, "sequence_parallel_size")
     who = "ms-swift (rlhf_trainers)" if method not in ("sft", "pt") else ""
     return notes.finish(with_method(job, method, "rlhf_type", notes, generation=generation, whole_logits=who))
+
+
+def _image_limits(pasted: Pasted, settings: Settings) -> dict[str, int | None]:
+    """The setting that limits the size of images -> most pixels."""
+    if named := pasted.env.get("MAX_PIXELS"):
+        return {"MAX_PIXELS": int(named) if named.isdecimal() else None}
+    return {"max_pixels": settings.integer("max_pixels")} if settings.given("max_pixels") else {}
 
 
 def _values(pasted: Pasted) -> dict[str, Any]:
