@@ -106,6 +106,7 @@ def test_parts_of_a_vision_language_model_are_frozen_as_told(given, frozen, tmp_
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = read(str(tmp_path), finetuning_type="full", **given)
     assert found.job.finetuning.frozen == frozen
+    assert not found.unknown
     assert (found.job.images.per_sequence, found.job.images.size) == (1, (768, 768))  # the most that an image may have
     assert any("image_max_pixels allows, 768 x 768" in sentence for sentence in found.assumptions)
 

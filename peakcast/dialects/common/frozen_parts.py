@@ -54,7 +54,7 @@ def _with_an_image(job: TrainingJob, limits: Mapping[str, int | None], settings:
     key, pixels = next(((key, pixels) for key, pixels in limits.items() if pixels), ("", 0))
     side = min(math.isqrt(pixels), MOST_PIXELS)
     whole_rows = job.task == "train" and job.batch.form == "rows" and not job.batch.shortest_sequence
-    if not whole_rows or not 0 < side**2 < job.sequence_length * PIXELS_OF_A_TOKEN:
+    if not whole_rows or job.loss.kind != "cross_entropy" or not 0 < side**2 < job.sequence_length * PIXELS_OF_A_TOKEN:
         return job
     settings.notes.assumptions.append(
         f"each sequence has an image of the most pixels that {key} allows, {side} x {side}; data without images need less, "

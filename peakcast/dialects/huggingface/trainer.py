@@ -173,11 +173,11 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
         training.setdefault("packing_strategy", "bfd")  # since trl 0.18
     given = (model, training, adapter, deepspeed, launcher.fsdp, num_gpus)
     spell = speller({"router_aux_loss_coef": BALANCING})
-    job = with_parts(notes.include(from_huggingface(*given, versions=versions, spell=spell)))
+    job = notes.include(from_huggingface(*given, versions=versions, spell=spell))
     job = job.replace(framework_options=FrozenMapping({**job.framework_options, **loss_options}))
     job = with_casts_of_trl(job, versions, notes) if whose.trl else job
     job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
-    return notes.finish(job)
+    return notes.finish(with_parts(job))
 
 
 def _as_trl_makes(adapter: Mapping[str, Any] | None, deepspeed: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

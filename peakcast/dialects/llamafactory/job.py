@@ -6,7 +6,6 @@ Source: LLaMA-Factory 0.9 src/llamafactory/hparams (model_args, data_args, finet
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -140,7 +139,7 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     num_gpus = launcher.gpus(pasted, notes)
     if launcher.mesh:
         training["parallelism_config"] = launcher.mesh
-    stage = _stage(settings)
+    stage, frozen = _stage(settings), frozen_parts(settings, FREEZING)
     _rest(settings)
     translation = from_huggingface(
         model,
@@ -152,16 +151,15 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         versions=pasted.versions.of("huggingface"),
         spell=speller(TRAINING, ADAPTER, {"moe_aux_loss_coef": BALANCING}),
     )
-    frozen = frozen_parts(settings, FREEZING)
     asks = settings.given("image_max_pixels") or sees_images(translation.job.architecture)
     limits = {"image_max_pixels": settings.integer("image_max_pixels", MOST_PIXELS)} if asks else {}
-    translation = replace(translation, job=with_frozen_parts(translation.job, frozen, settings, FREEZING, limits))
     for key, optimizer in OWN_OPTIMIZERS.items():
         if settings.switch(key):
             translation = translation.changed(partial(TrainingJob.replace, optimizer=optimizer))
     who = f"LLaMA-Factory (train/{stage}/trainer.py)"
     job = with_shared_sequences(notes.include(translation), settings, "sequence_parallel_size", "cp_size")
     job = with_method(job, stage, "stage", notes, whole_logits=who, log_softmax=True)
+    job = with_frozen_parts(job, frozen, settings, FREEZING, limits)
     return notes.finish(_with_reference(job, settings, kind))
 
 

@@ -151,10 +151,11 @@ def from_swift(pasted: Pasted) -> Translation:
         versions=pasted.versions.of("huggingface"),
         spell=speller({"router_aux_loss_coef": BALANCING}),
     )
-    job = with_frozen_parts(notes.include(translation), frozen, settings, FREEZING, _image_limits(pasted, settings))
-    job = with_shared_sequences(job, settings, "sequence_parallel_size")
+    limits = _image_limits(pasted, settings)
+    job = with_shared_sequences(notes.include(translation), settings, "sequence_parallel_size")
     who = "ms-swift (rlhf_trainers)" if method not in ("sft", "pt") else ""
-    return notes.finish(with_method(job, method, "rlhf_type", notes, generation=generation, whole_logits=who))
+    job = with_method(job, method, "rlhf_type", notes, generation=generation, whole_logits=who)
+    return notes.finish(with_frozen_parts(job, frozen, settings, FREEZING, limits))
 
 
 def _image_limits(pasted: Pasted, settings: Settings) -> dict[str, int | None]:
