@@ -29,7 +29,7 @@ from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.dialects.huggingface.quantization import STORAGES
 from peakcast.dialects.huggingface.trl_adapters import with_casts_of_trl
-from peakcast.dialects.huggingface.trl_loss import take_sft_loss
+from peakcast.dialects.huggingface.trl_loss import take_sft_loss, with_sft_loss
 from peakcast.dialects.oumi_sharding import (
     OF_DEEPSPEED,
     OF_FSDP,
@@ -124,7 +124,7 @@ def from_oumi(pasted: Pasted) -> Translation:
     training = _training(settings, trainer, adapter, sharded)
     generation = _generation(settings, training) if trainer == "TRL_GRPO" else None
     versions = _versions(pasted, trainer, notes)
-    options = take_sft_loss(training, TRL[trainer], versions, notes) if trainer in TRL else {}
+    loss_options = take_sft_loss(training, TRL[trainer], versions, notes) if trainer in TRL else {}
     translation = from_huggingface(
         model,
         training,
@@ -135,8 +135,8 @@ def from_oumi(pasted: Pasted) -> Translation:
         versions=versions,
         spell=_spell(values),
     )
-    job = notes.include(translation)
-    options = {**job.framework_options, **options, **_four_bit_products(settings, job)}
+    job = with_sft_loss(notes.include(translation), loss_options, notes)
+    options = {**job.framework_options, **_four_bit_products(settings, job)}
     if trainer == "OUMI" and job.framework == "huggingface":
         options["outputs_dropped"] = False  # the loop's variable `outputs` keeps them until its next assignment
     job = job.replace(framework_options=FrozenMapping(options))

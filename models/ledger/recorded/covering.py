@@ -26,6 +26,8 @@ from peakcast.networks.families import family, model_types
 
 RECORDED_KERNELS = ("flash-linear-attention",)
 """Packages of kernels that a recording runs where they are installed: Triton's, which need no GPU to be traced."""
+TILES = "tiles"
+"""The convention `loss_kernel` of TRL's head, which projects tiles of the hidden states."""
 KERNELS = ("norm_kernel", "rotary_kernel", "gated_activation_kernel", "loss_kernel")
 """Conventions that name the kernels which a network and its loss run."""
 SHORT_CONVOLUTIONS = {"causal_conv1d"}
@@ -77,12 +79,14 @@ def without_kernels(replaced: Iterable[tuple[str, str]]) -> tuple[Finding, ...]:
 
 def with_other_kernels(job: TrainingJob) -> tuple[Finding, ...]:
     """The finding that the job's stack runs kernels that recordings and traces replace by the library's own code; they do
-    run Liger's. None if the recipe is of the user's own program, or of a network that the job's library has of its own."""
+    run Liger's and TRL's head. None if the recipe is of the user's own program, or of a network that the job's library has
+    of its own."""
     if lent() is not None or own_network(job) is not None:
         return ()
     chosen = conventions(job)
-    options = FrozenMapping({"liger_kernels": True} if chosen.get("liger_kernels") else {})
-    seen = conventions(job.replace(versions=FrozenMapping(), framework_options=options))
+    run = {"liger_kernels": True} if chosen.get("liger_kernels") else {}
+    run |= {"loss_kernel": TILES} if chosen.get("loss_kernel") == TILES else {}
+    seen = conventions(job.replace(versions=FrozenMapping(), framework_options=FrozenMapping(run)))
     used = KERNELS if job.finetuning.method == "full" else (*KERNELS, "lora_kernel")
     others = [f"{name}={chosen[name]!r}" for name in used if name in chosen and chosen[name] != seen[name]]
     if not others:

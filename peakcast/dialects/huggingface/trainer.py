@@ -25,7 +25,7 @@ from peakcast.dialects.huggingface.post_training import KEYS_OF_METHODS, method_
 from peakcast.dialects.huggingface.quantization import STORAGES
 from peakcast.dialects.huggingface.trl_adapters import trl_computes_in, with_casts_of_trl
 from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
-from peakcast.dialects.huggingface.trl_loss import take_sft_loss
+from peakcast.dialects.huggingface.trl_loss import take_sft_loss, with_sft_loss
 from peakcast.dialects.huggingface.vision import take_images
 from peakcast.dialects.huggingface.whose_trainer import (
     EXAMPLE_SCRIPT,
@@ -174,7 +174,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     given = (model, training, adapter, deepspeed, launcher.fsdp, num_gpus)
     spell = speller({"router_aux_loss_coef": BALANCING})
     job = notes.include(from_huggingface(*given, versions=versions, spell=spell))
-    job = job.replace(framework_options=FrozenMapping({**job.framework_options, **loss_options}))
+    job = with_sft_loss(job, loss_options, notes)
     job = with_casts_of_trl(job, versions, notes) if whose.trl else job
     job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
     return notes.finish(with_parts(job))

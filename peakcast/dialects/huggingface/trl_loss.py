@@ -7,15 +7,38 @@ SFTTrainer.__init__ and compute_loss; `trainer/utils.py` add_fused_lm_head.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
+from peakcast.core.fields import FrozenMapping
 from peakcast.core.versions import resolved
 from peakcast.dialects.common.translation import Notes
 from peakcast.dialects.huggingface.trl_defaults import Default, has_default
+from peakcast.jobs.spec import TrainingJob
 
 TILES = Default("tiles", (1, 15), (4, 56))
 CHUNKS = Default("chunked_nll", (1, 6), (4, 56))
 """From 1.6 to 1.14, unless Liger's kernels are asked for."""
+
+
+def with_sft_loss(job: TrainingJob, options: Mapping[str, Any], notes: Notes) -> TrainingJob:
+    """`job` with what `take_sft_loss` returned. Recordings of a network run TRL's head only where TRL is installed."""
+    if options.get("loss_kernel") == TILES.value and job.architecture.configuration and find_spec("trl") is None:
+        notes.unsupported.append(
+            "trl (since 1.15) makes no whole logits; how this network does without them can be recorded only where trl is "
+            "installed, so whole ones are counted: pip install trl.",
+            "loss_type",
+            "less",
+        )
+        return job
+    if options and "trl" not in resolved(job.versions):
+        notes.warnings.append(
+            "The release of trl is not given: from 1.15 on SFTTrainer makes no whole logits, as counted here; before "
+            "1.6 it made them, which takes more: --versions trl=1.5 counts that.",
+            "versions.trl",
+            "more",
+        )
+    return job.replace(framework_options=FrozenMapping({**job.framework_options, **options}))
 
 
 def take_sft_loss(training: dict[str, Any], method: str, versions: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
@@ -37,13 +60,6 @@ def take_sft_loss(training: dict[str, Any], method: str, versions: Mapping[str, 
             return {}
         if training.pop("use_liger_kernel", False):
             training["liger_kernels"] = True
-        if "trl" not in resolved(versions):
-            notes.warnings.append(
-                "The release of trl is not given: from 1.15 on SFTTrainer makes no whole logits, as counted here; before "
-                "1.6 it made them, which takes more: --versions trl=1.5 counts that.",
-                "versions.trl",
-                "more",
-            )
         return {"loss_kernel": TILES.value}
     usual = "nll" if training.get("use_liger_kernel") or not has_default(CHUNKS, versions) else CHUNKS.value
     if (kind or usual) == CHUNKS.value:
