@@ -259,16 +259,15 @@ def _done(job: TrainingJob) -> tuple[Parallelism, ...]:
     return tuple(Parallelism(data_parallel_size=ranks, sharding=sharding) for sharding in shardings)
 
 
-def _kinds(job: TrainingJob) -> tuple[str, ...]:
-    """The kinds of networks whose batches are made here: cross-entropy's are the tokens that any of them reads."""
-    return ("decoder", "multimodal", "undescribed") if job.loss.kind == "cross_entropy" else ("decoder",)
+KINDS = ("decoder", "multimodal", "undescribed")
+"""Kinds of networks that read the batches of tokens that are made here."""
 
 
 def _check(job: TrainingJob) -> None:
     """Refuse jobs that cannot be run with TRL's losses. Raises: CollectorError."""
     rules = (
         ("framework", job.framework != "huggingface", job.framework, "framework: huggingface"),
-        ("architecture.kind", job.architecture.kind not in _kinds(job), job.architecture.kind, "a decoder"),
+        ("architecture.kind", job.architecture.kind not in KINDS, job.architecture.kind, "a decoder"),
         ("architecture.moe", job.architecture.moe is not None, True, "a dense network (experts' balance is a loss too)"),
         ("batch.form", job.batch.form != "rows", job.batch.form, "full rows"),
         (

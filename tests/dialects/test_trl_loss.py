@@ -1,4 +1,5 @@
-"""TRL's head, which makes no whole logits: networks that recipes answer have it where TRL is installed to record it."""
+"""TRL's trainers with networks that recipes answer: its head, which makes no whole logits, is recorded where TRL is
+installed, and its preference losses are traced there."""
 
 import pytest
 
@@ -46,3 +47,15 @@ def test_what_is_recorded_of_the_head_is_what_is_traced():
     recorded, traced = (predict(job, "H100-80GB", baseline=which) for which in ("auto", "trace"))
     assert recorded.peak_allocated_bytes.point == pytest.approx(traced.peak_allocated_bytes.point, rel=1e-4)
     assert not [one for one in recorded.findings if one.parameter == "framework_options"]
+
+
+@pytest.mark.slow
+@pytest.mark.needs("trl")
+@pytest.mark.parametrize("loss", ["dpo", "kto", "reward"])
+def test_preference_losses_of_such_a_network_are_traced(loss):
+    """A reference network, which DPO and KTO have, takes the weights once more."""
+    given = {"micro_batch_size": 4, "sequence_length": 256, "loss": {"kind": loss}}
+    answer = predict({"architecture": RECORDED, **given}, "H100-80GB", baseline="trace")
+    weights = answer.composition["parameters"] + answer.composition.get("inputs", 0)
+    once = predict({"architecture": RECORDED, **given, "loss": {}}, "H100-80GB", baseline="trace").composition["parameters"]
+    assert weights == pytest.approx(once * (1 if loss == "reward" else 2), rel=0.1)
