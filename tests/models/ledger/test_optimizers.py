@@ -80,7 +80,7 @@ def test_foreach_steps_make_copies_of_the_group():
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_foreach_adam_of_torch_2_0_keeps_square_roots_and_denominators(name):
-    """torch 2.0 optim/adam.py `_multi_tensor_adam`: denom = torch._foreach_add(exp_avg_sq_sqrt, eps), while both are named."""
+    """torch 2.0 optim/adam.py `_multi_tensor_adam`: denom = torch._foreach_add(exp_avg_sq_sqrt, eps); both are named."""
     old = job(name, framework="torch", versions=FrozenMapping({"torch": "2.0.1"}))
     new = old.replace(versions=FrozenMapping({"torch": "2.1"}))
     assert temporaries(new) == 2 * PARAMETERS
