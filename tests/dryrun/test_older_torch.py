@@ -136,8 +136,9 @@ def test_before_torch_2_1_fsdp1_kept_frozen_units_until_backward_ended(torch):
 
         os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "LlamaDecoderLayer"
         torch.distributed.init_process_group("nccl")
-        sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 8}
-        model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=1024)).to(torch.bfloat16)
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
+        config = LlamaConfig(**sizes, num_attention_heads=8, vocab_size=1024)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
         tuning = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
         model = get_peft_model(model, tuning, autocast_adapter_dtype=False)
         policy = fsdp_auto_wrap_policy(model)

@@ -50,8 +50,8 @@ class FSDP1Settings:
     keeps_originals: bool = False
     """`use_orig_params`: the optimizer updates each tensor's piece instead of the flat parameter."""
     checkpoints_around_units: bool = False
-    """Whether checkpoints with `use_reentrant` are around the units, not inside them. Then the input of a frozen layer, which
-    the recomputation has made a leaf, and its gradient live until backward ends: the hook that reshards the layer refers to
+    """Whether checkpoints with `use_reentrant` are around the units, not inside them. Then a frozen layer's input, which the
+    recomputation has made a leaf, and its gradient live until backward ends: the hook that reshards the layer refers to
     the leaf's node, the leaf to the hook, and nothing removes it before `_finalize_params`."""
     reshards_frozen: bool = True
     """Whether backward reshards frozen units (`_register_post_backward_reshard_only_hook`), not its end alone."""
@@ -90,8 +90,8 @@ class FSDP1(ShardedLayout):
         self._ran_before: dict[Unit, Unit | None] = {}
         """For each adapter unit of a layer, and for the layer: the unit whose forward ended just before its own."""
         self._resharded_late: list[int] = []
-        """Handles of gathered frozen layers whose backward is done, but which are not resharded yet. One gradient is that of
-        a layer's input, whose hook reshards the layer, and of the output of the layer below, whose hook, which was
+        """Handles of gathered frozen layers whose backward is done, but which are not resharded yet. One gradient is that
+        of a layer's input, whose hook reshards the layer, and of the output of the layer below, whose hook, which was
         registered first and runs first, gathers that one."""
         self._inputs: list[int] = []
         """Handles of frozen layers' inputs and their gradients (`checkpoints_around_units`)."""
