@@ -50,9 +50,9 @@ class FSDP1Settings:
     keeps_originals: bool = False
     """`use_orig_params`: the optimizer updates each tensor's piece instead of the flat parameter."""
     checkpoints_around_units: bool = False
-    """Whether checkpoints with `use_reentrant` are around the units, not inside them. Then a frozen layer's input, which the
-    recomputation has made a leaf, and its gradient live until backward ends: the hook that reshards the layer refers to
-    the leaf's node, the leaf to the hook, and nothing removes it before `_finalize_params`."""
+    """Whether checkpoints with `use_reentrant` are around the units, not inside them. Then a frozen layer's input, which
+    the recomputation has made a leaf, and its gradient live until backward ends: the hook that reshards the layer refers
+    to the leaf's node, the leaf to the hook, and nothing removes it before `_finalize_params`."""
     reshards_frozen: bool = True
     """Whether backward reshards frozen units (`_register_post_backward_reshard_only_hook`), not its end alone."""
     broadcasts: bool = False
