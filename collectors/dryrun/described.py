@@ -54,7 +54,7 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     job: dict[str, Any] = {
         "architecture": _architecture(network, config),
         "framework": framework,
-        "versions": _versions(steps, framework),
+        "versions": _versions(steps, framework, question.get("torch")),
         "micro_batch_size": batch,
         "sequence_length": parts * length,
         "gradient_accumulation_steps": max(1, steps.micro_batches),
@@ -207,9 +207,9 @@ def _of_the_loop(steps: ScriptSteps, framework: str, config: Any) -> dict[str, b
     return {**own, "outputs_dropped": dropped, "outputs_have_cache": bool(steps.cache_bytes)}
 
 
-def _versions(steps: ScriptSteps, framework: str) -> dict[str, str]:
+def _versions(steps: ScriptSteps, framework: str, asked: str | None) -> dict[str, str]:
     """Versions of the packages that the script has loaded; for the script's own networks, of the packages from which these
-    may be built."""
+    may be built. torch is the release `asked` for, which it was made to allocate as."""
     parts = [part for network in steps.networks for part in network.modules()]
     used = {type(one).__module__.partition(".")[0] for one in (*parts, *map(_unwrapped, steps.optimizers))}
     used |= {package for network in steps.networks for package in packages(network)}
@@ -217,7 +217,7 @@ def _versions(steps: ScriptSteps, framework: str) -> dict[str, str]:
     for package in PACKAGES if framework != "torch" else ("torch", "transformers", *IMPORTED_BY_OTHERS):
         if package in sys.modules and (package in used or package not in IMPORTED_BY_OTHERS):
             found[package] = importlib.metadata.version(package).partition("+")[0]
-    return found
+    return {**found, "torch": asked.partition("+")[0]} if asked and "torch" in found else found
 
 
 def _unwrapped(optimizer: Any) -> Any:

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
 
 from peakcast.collectors.dryrun.noted import RunFindings
 from peakcast.collectors.tracing import attention
@@ -21,6 +21,9 @@ state. Source: torch 2.0 optim/adam.py `_multi_tensor_adam`: `denom = torch._for
 LIMITED_GATHERS = (2, 1)
 """From this release on, FSDP1's `limit_all_gathers` is True unless given. Source: torch 2.0, 2.1
 distributed/fsdp/fully_sharded_data_parallel.py."""
+RESHARDED_FROZEN = (2, 1)
+"""From this release on, FSDP1 reshards units that are frozen when their backward has ended; before, when all of it has.
+Source: pytorch/pytorch pull request 101982 (June 2023); torch 2.13 distributed/fsdp/_runtime_utils.py."""
 STRIDED_FLASH = (2, 2)
 """From this release on, flash attention reads queries in any layout and leaves its output in theirs; before, rows that do
 not follow each other sequence by sequence were copied, and those of the output always did. Source: torch 2.0, 2.1
@@ -42,6 +45,8 @@ def install(asked: str | None) -> None:
         _keep_denominators()
     if _is_older(asked, LIMITED_GATHERS):
         _gather_ahead()
+    if _is_older(asked, RESHARDED_FROZEN):
+        _runtime_utils._register_post_backward_reshard_only_hook = lambda *arguments: None
     if _is_older(asked, STRIDED_FLASH):
         attention.flash_kernel = _PackedFlash.apply
 

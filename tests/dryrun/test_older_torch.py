@@ -10,7 +10,7 @@ from peakcast.collectors.dryrun.noted import RunFindings
 from peakcast.core.errors import SpecError
 from peakcast.timelines.timeline import Category
 
-ROWS, WIDTH = 4096, 1024
+ROWS, WIDTH, LAYERS = 4096, 1024, 8
 NORM = "_fused_rms_norm.default"
 
 
@@ -119,3 +119,39 @@ def test_before_torch_2_2_flash_attention_put_the_rows_of_a_sequence_together():
         )
 
     assert activations("2.1.2") - activations("2.2.0") == 2 * sequences * length * width
+
+
+@pytest.mark.parametrize("torch", ["2.0.1", "2.1.0"])
+def test_before_torch_2_1_fsdp1_kept_frozen_units_until_backward_ended(torch):
+    """The ledger's count of the job that the script turned out to run is that of the dry run."""
+
+    def adapt():
+        import os
+
+        import torch
+        from peft import LoraConfig, get_peft_model
+        from peft.utils.other import fsdp_auto_wrap_policy
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "LlamaDecoderLayer"
+        torch.distributed.init_process_group("nccl")
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
+        config = LlamaConfig(**sizes, num_attention_heads=8, vocab_size=1024)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        tuning = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+        model = get_peft_model(model, tuning, autocast_adapter_dtype=False)
+        policy = fsdp_auto_wrap_policy(model)
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=0, use_orig_params=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            tokens = torch.randint(1024, (1, 128), device="cuda")
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ran = peakcast.dryrun(adapt, "H100-80GB", torch=torch, world_size=4)
+    counted = peakcast.predict(ran.job, "H100-80GB").peak_allocated_bytes.baseline
+    assert counted == pytest.approx(ran.answer.peak_allocated_bytes.baseline, rel=1e-4)
+    layers = LAYERS * 2 * (4 * WIDTH**2 + 3 * 4 * WIDTH**2)  # in bfloat16
+    assert (counted > layers) == (torch == "2.0.1")

@@ -209,7 +209,7 @@ def _loss(job: TrainingJob, convention: Mapping[str, Any]) -> LossRules:
         slices_whole_dimensions=bool(convention.get("slices_whole_dimensions")),
         in_stages=job.parallelism.pipeline_parallel_size > 1,
         logits_chunks=max(1, int(convention.get("logits_chunks", 1))),
-        logits_chunks_apart=bool(convention.get("logits_chunks_apart")),
+        logits_chunks_apart=bool(convention.get("logits_chunks_apart")) or _multiplies_chunks(job, convention),
         fused_chunks=int(convention.get("loss_chunks", 0)),
         fused_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
         reduced_bytes=reduced_bytes(job) or 0 if convention.get("loss_chunks") else 0,
@@ -217,6 +217,12 @@ def _loss(job: TrainingJob, convention: Mapping[str, Any]) -> LossRules:
         smooths_labels=bool(convention.get("smooths_labels")),
         widens_outputs=bool(convention.get("trainer")),
     )
+
+
+def _multiplies_chunks(job: TrainingJob, convention: Mapping[str, Any]) -> bool:
+    """Whether LitGPT multiplies 128 positions at a time, as it does where adapters train (litgpt 0.5.13 finetune/lora.py,
+    `lm_head_chunk_size`)."""
+    return convention.get("logits_upcast") == "wrapper" and job.finetuning.method != "full"
 
 
 def _kernels(convention: Mapping[str, Any]) -> FusedKernels:

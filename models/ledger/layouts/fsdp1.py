@@ -50,10 +50,11 @@ class FSDP1Settings:
     keeps_originals: bool = False
     """`use_orig_params`: the optimizer updates each tensor's piece instead of the flat parameter."""
     checkpoints_around_units: bool = False
-    """Whether checkpoints with `use_reentrant` are around the units, not inside them. Then the input of a frozen layer,
-    which the recomputation has made a leaf, and its gradient live until backward ends: the hook that reshards the layer
-    refers to the leaf's node (`_register_post_backward_reshard_only_hook`), the leaf refers to the hook, and nothing
-    removes it before `_finalize_params`."""
+    """Whether checkpoints with `use_reentrant` are around the units, not inside them. Then a frozen layer's input, which
+    the recomputation has made a leaf, and its gradient live until backward ends: the hook that reshards the layer refers
+    to the leaf's node, the leaf to the hook, and nothing removes it before `_finalize_params`."""
+    reshards_frozen: bool = True
+    """Whether backward reshards frozen units (`_register_post_backward_reshard_only_hook`), not its end alone."""
     broadcasts: bool = False
     """`sync_module_states`: rank 0 sends its weights to the others while the network is built."""
     receives_ahead: bool = False
@@ -81,6 +82,7 @@ class FSDP1(ShardedLayout):
             for unit in self.units
         }
         self._ahead = RunAhead(limits=settings.limits)
+        self._keeps_inputs = settings.checkpoints_around_units and settings.reshards_frozen
         self._entered = ""
         """The module whose backward, or the recomputation that precedes it, began last."""
         self._done: list[Unit] = []
@@ -88,9 +90,9 @@ class FSDP1(ShardedLayout):
         self._ran_before: dict[Unit, Unit | None] = {}
         """For each adapter unit of a layer, and for the layer: the unit whose forward ended just before its own."""
         self._resharded_late: list[int] = []
-        """Handles of gathered frozen layers whose backward is done, but which are not resharded yet. One gradient is both
-        that of a layer's input, whose hook reshards the layer, and that of the output of the layer below, whose hook
-        gathers that one. The latter hook was registered first, so it also runs first."""
+        """Handles of gathered frozen layers whose backward is done, but which are not resharded yet. One gradient is that
+        of a layer's input, whose hook reshards the layer, and of the output of the layer below, whose hook, which was
+        registered first and runs first, gathers that one."""
         self._inputs: list[int] = []
         """Handles of frozen layers' inputs and their gradients (`checkpoints_around_units`)."""
         self._offloaded: list[int] = []
@@ -99,8 +101,6 @@ class FSDP1(ShardedLayout):
         """A unit whose backward is done and whose gradients are joined after the next unit's backward (`finish`)."""
         self._learns_order = False
         """Whether this is the first micro-batch of all, which tells in which order units run."""
-
-    # -- memory kept between steps ----------------------------------------------------------------------------------------
 
     def build(self, step: Step) -> None:
         """Unit after unit, inner ones first: its tensors are copied from the host, made equal on all ranks, and joined to
@@ -167,8 +167,6 @@ class FSDP1(ShardedLayout):
         begins = module == (BlockKind.EMBEDDING.value if unit is self.units[-1] else unit.modules[0])
         return next(iter(order[order.index(unit) + 1 :]), None) if begins else None
 
-    # -- gathering --------------------------------------------------------------------------------------------------------
-
     def gather(self, step: Step, unit: Unit, phase: Phase = Phase.BACKWARD) -> None:
         flat = self._flat[unit]
         narrowed = flat.gathered_part_bytes != flat.part_bytes
@@ -205,8 +203,6 @@ class FSDP1(ShardedLayout):
         if gathered:
             self._ahead.let_go(step, gathered)
             self._ahead.record()
-
-    # -- reducing ---------------------------------------------------------------------------------------------------------
 
     def _flatten(self, step: Step, unit: Unit) -> None:
         """Join the unit's gradients to one flat tensor, and add it to that of earlier micro-batches if there is one."""
@@ -273,7 +269,7 @@ class FSDP1(ShardedLayout):
     def _finish(self, step: Step, unit: Unit) -> None:
         if unit.trained:
             self._flatten(step, unit)
-        elif not self.settings.checkpoints_around_units:
+        elif not self._keeps_inputs:
             self._resharded_late += unit.gathered
             unit.gathered.clear()
         super().finish(step, unit)
@@ -286,7 +282,8 @@ class FSDP1(ShardedLayout):
                 self._ahead.wait(step)  # `_unshard` waits before it finds that there is nothing to gather
         super().before_backward(step, module)
         self._entered = module
-        self._free_gathered(step, self._resharded_late)
+        if self.settings.reshards_frozen:
+            self._free_gathered(step, self._resharded_late)
 
     def while_forward(self, step: Step, run: BlockRun) -> None:
         """A matrix that is a unit is gathered only for its own product, also in a recomputation. Adapters that are switched
@@ -341,8 +338,8 @@ class FSDP1(ShardedLayout):
     def after_backward(self, step: Step, run: BlockRun) -> None:
         self._while_backward(step, run)
         super().after_backward(step, run)
-        units = self._of_module.get(run.module, [])
-        if self.settings.checkpoints_around_units and any(not (unit.trained or unit.stays_after_forward) for unit in units):
+        units = self._of_module.get(run.module, ())
+        if self._keeps_inputs and any(not (unit.trained or unit.stays_after_forward) for unit in units):
             self._keep_input(step, run)
 
     def _keep_input(self, step: Step, run: BlockRun) -> None:

@@ -32,6 +32,10 @@ WIDE_CODES = (2, 5)
 at most 11.6 bytes per element for its update; with codes in 8 bytes it is 24, which is what Inductor of torch 2.13 makes of
 it. No release between the two was looked at."""
 
+IN_PLACE_DENOMINATOR = (2, 1)
+"""The first torch whose foreach Adam and AdamW add eps in place (pytorch/pytorch pull request 104898, July 2023; torch 2.0
+optim/adam.py and adamw.py `_multi_tensor_adam`: `denom = torch._foreach_add(exp_avg_sq_sqrt, eps)`)."""
+
 
 def optimizer_rule(job: TrainingJob) -> OptimizerRule:
     """The rule of the job's optimizer. Raises: SpecError if there is none, naming those that exist."""
@@ -83,4 +87,5 @@ def optimizer_options(job: TrainingJob, step: str) -> Options:
         trainer=bool(conventions(job).get("trainer")),
         times_kernels_on_copies=torch_release(job.versions) < COPIES_ON_THE_HOST,
         keeps_wide_codes=torch_release(job.versions) >= WIDE_CODES,
+        adds_epsilon_in_place=torch_release(job.versions) >= IN_PLACE_DENOMINATOR,
     )

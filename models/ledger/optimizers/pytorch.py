@@ -67,11 +67,14 @@ def _foreach_sgd(run: Locals, group: Sequence[TrainedTensor], options: Options) 
 
 def _foreach_root(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
     """_multi_tensor_adam: torch._foreach_addcmul_(exp_avg_sqs, grads, grads) reads gradients twice; exp_avg_sq_sqrt =
-    torch._foreach_sqrt(exp_avg_sqs) is a copy of the group until the function returns."""
+    torch._foreach_sqrt(exp_avg_sqs) is a copy of the group until the function returns. In torch 2.0 so is denom =
+    torch._foreach_add(exp_avg_sq_sqrt, eps)."""
     _decay(run, group, options)
     _take_gradients(run, [*group, *group], options)
     run.free("grads")  # "del device_grads, scaled_device_grads"
     run.let("exp_avg_sq_sqrt", *(tensor.num_bytes for tensor in group))
+    if not options.adds_epsilon_in_place:
+        run.let("denom", *(tensor.num_bytes for tensor in group))
 
 
 def _foreach_rmsprop(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:

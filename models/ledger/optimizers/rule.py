@@ -76,6 +76,8 @@ class Options:
     GPU."""
     keeps_wide_codes: bool = True
     """Whether codes of 4 bits are 8 bytes wide between the kernels of torchao's compiled update."""
+    adds_epsilon_in_place: bool = True
+    """Whether torch's foreach Adam adds eps to the square roots where they stand."""
 
 
 States = Callable[[TrainedTensor, Options], list[Sized]]

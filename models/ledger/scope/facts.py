@@ -62,6 +62,7 @@ predicts_further_tokens = above("architecture.num_nextn_predict_layers", 0)
 
 known_family = Fact(lambda job: family(job.architecture.model_type) is not None, "a known family")
 unmodelled_family = trait("traces.unmodelled")
+remote_code = Fact(lambda job: family_of(job.architecture).source.startswith("remote code"), "code that comes with weights")
 
 
 @fact

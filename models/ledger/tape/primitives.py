@@ -50,6 +50,8 @@ class LinearLayer:
     """The incoming gradient is also the residual stream's and is not freed."""
     sums_weight_gradients: bool = False
     """The product is made in parts, each with a gradient of the whole weight, and these are added."""
+    num_products: int = 1
+    """The number of these parts; autocast narrows the weight for each anew, unless it keeps the copy."""
 
     @property
     def weight_bytes(self) -> int:

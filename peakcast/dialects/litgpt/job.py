@@ -176,13 +176,14 @@ def _finetuning(settings: Settings, network: Architecture, program: str) -> Fine
             settings.notes.unsupported.append(
                 f"quantize={quantize} is not modelled; nf4 is assumed, of the same size.", "quantize"
             )
+    word = settings.text("precision")
     return Finetuning(
         method="qlora" if kind else "lora",
         rank=rank,
         alpha=alpha,
         targets=targets,
         dropout=dropout or 0.0,
-        adapter_dtype="float32" if settings.text("precision").startswith("32") else "bfloat16",
+        adapter_dtype="float32" if word.startswith("32") or word.endswith("mixed") else "bfloat16",
         quantization=kind,
         double_quantization=quantize.endswith("-dq"),
     )

@@ -11,7 +11,7 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import MIB
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.architecture import Architecture
-from peakcast.jobs.conventions import adapter_dtype, conventions_of
+from peakcast.jobs.conventions import adapter_dtype, conventions, conventions_of
 from peakcast.jobs.parallelism import Parallelism
 from peakcast.jobs.spec import Finetuning, Precision, TrainingJob
 from peakcast.measurements.store import datasets_folder, read_csv
@@ -192,9 +192,16 @@ def test_old_bitsandbytes_keeps_a_wide_input_as_it_comes():
 
 @pytest.mark.parametrize(
     ("versions", "quantization", "dtype"),
-    [({}, None, "float32"), ({"peft": "0.11.1"}, None, "bfloat16"), ({"peft": "0.11.1"}, "nf4", "float32")],
+    [
+        ({}, None, "float32"),
+        ({"peft": "0.11.1"}, None, "bfloat16"),
+        ({"peft": "0.11.1"}, "nf4", "float32"),
+        ({"peft": "0.7.0"}, None, "bfloat16"),
+        ({"peft": "0.6.2"}, None, "float32"),
+        ({"peft": "0.3.0"}, None, "float32"),
+    ],
 )
-def test_old_peft_makes_adapters_in_the_dtype_of_what_they_are_on(versions, quantization, dtype):
+def test_peft_0_7_to_0_11_makes_adapters_in_the_dtype_of_what_they_are_on(versions, quantization, dtype):
     tuning = Finetuning(method="qlora" if quantization else "lora", rank=8, quantization=quantization)
     assert adapter_dtype(job(finetuning=tuning, versions=FrozenMapping(versions))) == dtype
 
@@ -313,3 +320,20 @@ def test_fsdp1_casts_tables_of_positions_to_what_it_computes_in():
         held = ledger(job(**mixed, versions=FrozenMapping({"transformers": release})), step="steady")
         sizes.append(sum(size for size, name in zip(held.num_bytes, held.names, strict=True) if "cached" in name))
     assert sizes == [2 * 2 * 4096 * 64 * 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("framework", "versions", "limited"),
+    [
+        ("huggingface", {"accelerate": "0.26.0"}, True),
+        ("huggingface", {"accelerate": "0.25.0"}, False),
+        ("torch", {"torch": "2.1"}, True),
+        ("torch", {"torch": "2.0.1"}, False),
+    ],
+)
+def test_old_fsdp1_gathers_as_far_ahead_as_the_cpu_is(framework, versions, limited):
+    """accelerate 0.25.0 utils/dataclasses.py FullyShardedDataParallelPlugin; torch 2.0
+    distributed/fsdp/fully_sharded_data_parallel.py: limit_all_gathers is False unless it is given."""
+    sharded = Parallelism(data_parallel_size=4, sharding="fsdp1")
+    old = job(framework=framework, parallelism=sharded, versions=FrozenMapping(versions))
+    assert conventions(old)["fsdp1_limit_all_gathers"] is limited

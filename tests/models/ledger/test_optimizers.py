@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from peakcast import catalog
+from peakcast.collectors.dryrun import older_torch
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import job_from_mapping
@@ -16,7 +17,7 @@ from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.host import paged_state_bytes
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
 from peakcast.models.ledger.layouts.base import is_decayed
-from peakcast.models.ledger.optimizers.choice import RULES
+from peakcast.models.ledger.optimizers.choice import IN_PLACE_DENOMINATOR, RULES
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.local_variables import Locals
 from peakcast.timelines.timeline import Category, Phase
@@ -75,6 +76,16 @@ def test_sgd_keeps_nothing_without_momentum_and_one_copy_with(implementation):
 def test_foreach_steps_make_copies_of_the_group():
     assert temporaries(job("rmsprop", framework="torch")) == 2 * PARAMETERS
     assert temporaries(job("adagrad", framework="torch")) == 4 * PARAMETERS
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_foreach_adam_of_torch_2_0_keeps_square_roots_and_denominators(name):
+    """torch 2.0 optim/adam.py `_multi_tensor_adam`: denom = torch._foreach_add(exp_avg_sq_sqrt, eps); both are named."""
+    old = job(name, framework="torch", versions=FrozenMapping({"torch": "2.0.1"}))
+    new = old.replace(versions=FrozenMapping({"torch": "2.1"}))
+    assert temporaries(new) == 2 * PARAMETERS
+    assert temporaries(old) == temporaries(old, step="first") == 4 * PARAMETERS
+    assert older_torch.IN_PLACE_DENOMINATOR == IN_PLACE_DENOMINATOR
 
 
 def test_adagrad_makes_its_sums_with_the_optimizer():

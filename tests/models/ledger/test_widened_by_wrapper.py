@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from peakcast.core.fields import FrozenMapping
-from peakcast.jobs.spec import Finetuning, TrainingJob
+from peakcast.jobs.spec import Finetuning, Precision, TrainingJob
 from peakcast.models.baseline.ledger import ledger
 from peakcast.timelines.timeline import Phase, Timeline
 
@@ -21,7 +21,7 @@ def asked(job):
     return made.replace(architecture=network, micro_batch_size=2, finetuning=LORA)
 
 
-def _options(**more: str) -> FrozenMapping:
+def _options(**more: str | bool) -> FrozenMapping:
     return FrozenMapping({"logits_chunks": CHUNKS, **more})
 
 
@@ -55,3 +55,21 @@ def test_full_training_copies_all_that_is_cut(asked):
     as_made = ledger(full.replace(framework_options=_options(logits_upcast="none")))
     size = _logits(full)
     assert _peak(ledger(full), Phase.LOSS) - _peak(as_made, Phase.LOSS) == size * (4 + 4 + 4) - size * (2 + 2)
+
+
+def test_autocast_narrows_a_frozen_lm_head_for_each_chunk_anew(asked):
+    """Autocast keeps no copy of a weight that gets no gradient (ATen/autocast_mode.cpp `cached_cast`), and each product
+    saves its own (litgpt 0.5.13 finetune/lora.py, `lm_head_chunk_size`)."""
+    wide = Precision(parameters="float32", compute="bfloat16", gradients="float32", optimizer_states="float32")
+    mixed = asked.replace(precision=wide, framework_options=_options(autocast=True))
+    whole = mixed.replace(framework_options=FrozenMapping({**mixed.framework_options, "logits_chunks": 1}))
+    copy = mixed.architecture.vocab_size * mixed.architecture.hidden_size * 2
+    assert _peak(ledger(mixed), Phase.FORWARD) - _peak(ledger(whole), Phase.FORWARD) == (CHUNKS - 1) * copy
+    full = mixed.replace(finetuning=Finetuning())
+    assert _copies_of_the_head(ledger(full)) == [copy]
+    assert _copies_of_the_head(ledger(mixed)) == [CHUNKS * copy]
+
+
+def _copies_of_the_head(timeline: Timeline) -> list[int]:
+    names = ("lm_head.weight_cast", "lm_head.weight_copy")
+    return [int(size) for name, size in zip(timeline.names, timeline.num_bytes, strict=True) if name in names]

@@ -227,8 +227,8 @@ class BlockBuilder:
         numel = layer.in_features * layer.out_features * self.num_matrices
         gradients = [layer.weight_gradient(numel * layer.element_bytes)] if layer.trains else []
         with tape.marked(Mark.CACHED_CAST) if cached else nullcontext():
-            copied = f"{name}.{'weight_cast' if cached else 'weight_copy'}"
-            weight = tape.operation(copied, [], numel * compute, weight_gradients=gradients)
+            copied, copies = (f"{name}.weight_cast", 1) if cached else (f"{name}.weight_copy", layer.num_products)
+            weight = tape.operation(copied, [], copies * numel * compute, weight_gradients=gradients)
         if cached:
             self.variables.append(weight)
         narrow = self._input_cast(x, layer, compute)

@@ -28,7 +28,7 @@ def chunked_cross_entropy(tape: Tape, logits: Tensor, context: HFContext) -> Non
     wide = given // context.precision.compute_bytes * FP32 if widens else given
     tape.begin_loss()
     copies = by_wrapper and context.batch > 1  # logits[..., :-1, :].reshape(-1, vocabulary)
-    whole = copies and context.finetuning.method == "full"
+    whole = copies and not context.loss.logits_chunks_apart
     parts = _cut_and_copied(tape, logits) if whole else _views(tape, logits)
     compiled = "loss" in context.compiled
     tape.operation(

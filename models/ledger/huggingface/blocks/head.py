@@ -167,7 +167,9 @@ def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
     with tape.marked(Mark.LM_HEAD):
         inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
         layer = _lm_head_layer(context, part, size)
-        logits = _lm_head(build, inputs, replace(layer, trains=trains, sums_weight_gradients=apart))
+        products = context.loss.logits_chunks if apart else 1
+        layer = replace(layer, trains=trains, sums_weight_gradients=apart, num_products=products)
+        logits = _lm_head(build, inputs, layer)
         logits.storage.category = Category.LOGITS
         if group.ranks > 1 and not group.loss:
             whole = rows * architecture.vocab_size * context.precision.compute_bytes
