@@ -241,9 +241,15 @@ def _backward(job: TrainingJob, convention: Mapping[str, Any]) -> BackwardRules:
 
 def _cache(job: TrainingJob, convention: Mapping[str, Any]) -> Cache:
     """Networks switch the cache off where they checkpoint."""
-    copies = convention.get("outputs_have_cache") and job.activation_checkpointing.mode == "none"
-    latent, does = bool(convention.get("latent_cache", True)), "copies" if copies else ""
-    return Cache(does=does, latent=latent, length=job.sequence_length if copies else 0)
+    caches = convention.get("outputs_have_cache") and job.activation_checkpointing.mode == "none"
+    caches = caches and job.loss.kind == "cross_entropy" and not job.compile
+    does = "copies" if convention.get("cache_concatenates") else "refers"
+    return Cache(
+        does=does if caches else "",
+        latent=bool(convention.get("latent_cache", True)),
+        length=job.sequence_length if caches else 0,
+        widened=bool(caches and convention.get("returns_cache_as_tuples") and convention.get("autocast")),
+    )
 
 
 def _packing(job: TrainingJob) -> Packing:

@@ -240,6 +240,8 @@ class Cache:
     """Number of tokens in the keys that the cache returns."""
     key_length: int = 0
     """Number of those tokens that attention reads; 0 for the sequence itself."""
+    widened: bool = False
+    """Whether accelerate makes fp32 copies of what a training's forward returns of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
