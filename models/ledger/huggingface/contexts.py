@@ -27,7 +27,6 @@ from peakcast.models.ledger.huggingface.blocks.context import (
     Adapters,
     Attention,
     BackwardRules,
-    Cache,
     Experts,
     FusedKernels,
     HFContext,
@@ -37,6 +36,7 @@ from peakcast.models.ledger.huggingface.blocks.context import (
     Packing,
 )
 from peakcast.models.ledger.huggingface.blocks.dtypes import ElementBytes, QuantizedLinears
+from peakcast.models.ledger.huggingface.blocks.kv_cache import cache_in_training
 from peakcast.models.ledger.huggingface.blocks.ring_attention import ring_of
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.ledger.huggingface.blocks.traits import rotates, slides
@@ -95,7 +95,7 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
         compiles_adapters=_compiles_adapters(job),
         backward=_backward(job, convention),
         packing=_packing(job),
-        cache=_cache(job, convention),
+        cache=cache_in_training(job, convention),
         group=group,
         ring=ring_of(job, rank),
         neftune=bool(convention.get("neftune")),
@@ -236,19 +236,6 @@ def _backward(job: TrainingJob, convention: Mapping[str, Any]) -> BackwardRules:
     return BackwardRules(
         cached_kinds=frozenset(convention["selective_checkpointing_keeps"]),
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
-    )
-
-
-def _cache(job: TrainingJob, convention: Mapping[str, Any]) -> Cache:
-    """Networks switch the cache off where they checkpoint."""
-    caches = convention.get("outputs_have_cache") and job.activation_checkpointing.mode == "none"
-    caches = caches and job.loss.kind == "cross_entropy" and not job.compile
-    does = "copies" if convention.get("cache_concatenates") else "refers"
-    return Cache(
-        does=does if caches else "",
-        latent=bool(convention.get("latent_cache", True)),
-        length=job.sequence_length if caches else 0,
-        widened=bool(caches and convention.get("returns_cache_as_tuples") and convention.get("autocast")),
     )
 
 

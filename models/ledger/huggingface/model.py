@@ -32,8 +32,9 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
     replaced, and the gradient of the new one, which no optimizer sets to None."""
     family, longest = family_of(job.architecture), job.architecture.max_position_embeddings
     layers = [f"layers.{index}" for index in range(job.architecture.num_hidden_layers)]
+    in_layers = family.masks.buffer_per_layer or conventions(job).get("causal_masks_in_layers")
     buffers = [("causal_mask", "", longest**2)] * family.masks.buffer
-    buffers += [("attention.bias", layer, longest**2) for layer in layers if family.masks.buffer_per_layer]
+    buffers += [("attention.bias", layer, longest**2) for layer in layers if in_layers]
     tables = longest * rotated_width(job.architecture) * _element_bytes(job, FP32) * family.rotary.tables_of_all_positions
     buffers += [("attention.embed_positions", layer, tables) for layer in layers if tables]
     if conventions(job).get("rotary_tables_in_layers") and job.architecture.position_embedding == "rope":

@@ -303,7 +303,7 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         [q, k, v, *bias],
         Output(v.num_bytes // context.keys * context.sequence, kind="attention"),
         # without a graph the kernel makes no statistics
-        saves=Saved([q, k, v, *bias], output=True, extra_bytes=[] if context.cache.does not in ("", *IN_TRAINING) else kept),
+        saves=Saved([q, k, v, *bias], output=True, extra_bytes=kept if context.cache.does in ("", *IN_TRAINING) else []),
         # the row sums "delta" of the backward (attention_backward.cu)
         backward_temporary_bytes=FP32 * context.rows * heads if context.gpu else 0,
     )

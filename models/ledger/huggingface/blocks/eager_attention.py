@@ -79,7 +79,8 @@ class _KeyLayout(NamedTuple):
         context, architecture = build.context, build.context.architecture
         heads, key_heads = architecture.num_attention_heads, attention_key_heads(architecture)
         single = key_heads == 1 < heads
-        cached = context.cache.does not in ("", "passes", "refers") and not ((architecture.mla and context.cache.latent) or single)
+        apart = context.cache.does not in ("", "passes", "refers")  # the cache's tensors, not those just made
+        cached = apart and not ((architecture.mla and context.cache.latent) or single)
         return cls(key_heads not in (1, heads) or cached, cached, single)
 
 

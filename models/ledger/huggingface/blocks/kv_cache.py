@@ -5,13 +5,15 @@ Source: transformers 5.17 cache_utils.py DynamicLayer, DynamicSlidingWindowLayer
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from peakcast.core.units import FP32, INT64
+from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
-from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.huggingface.blocks.context import Cache, HFContext
 from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.marks import Mark
@@ -53,6 +55,17 @@ def cache_turn(window: int | None, past: int, sequence: int, full: int, *, stati
     if past + sequence > kept:
         return CacheTurn("passes", sequence, kept)
     return CacheTurn("stores", kept, kept)
+
+
+def cache_in_training(job: TrainingJob, convention: Mapping[str, Any]) -> Cache:
+    """What the cache does in `job`'s training. Networks switch it off where they checkpoint, and encoders have none."""
+    latent, kinds = bool(convention.get("latent_cache", True)), (job.architecture.kind, job.loss.kind)
+    off = job.compile or job.activation_checkpointing.mode != "none" or kinds != ("decoder", "cross_entropy")
+    if off or not convention.get("outputs_have_cache"):
+        return Cache(latent=latent)
+    does = "copies" if convention.get("cache_concatenates") else "refers"
+    widened = bool(convention.get("returns_cache_as_tuples") and convention.get("autocast"))
+    return Cache(does=does, latent=latent, length=job.sequence_length, widened=widened)
 
 
 def layer_cache_bytes(context: HFContext, length: int) -> tuple[int, int]:
