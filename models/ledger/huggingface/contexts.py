@@ -79,7 +79,7 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
     joined = job.batch.form == "padding_free"
     divided = job.sequence_length // job.parallelism.context_parallel_size
     return HFContext(
-        architecture=group.layer(job.architecture),
+        architecture=group.layer(_as_of_release(job.architecture, convention)),
         batch=1 if joined else job.micro_batch_size,
         sequence=job.num_tokens if joined else divided + virtual_tokens(job.finetuning),
         precision=_precision(job, convention),
@@ -191,6 +191,11 @@ def _quantized(job: TrainingJob, convention: Mapping[str, Any]) -> QuantizedLine
         input_decides=bool(convention.get("quantized_compute_from_input")),
         casts_in_forward=bool(convention.get("quantized_casts_in_forward")),
     )
+
+
+def _as_of_release(architecture: Architecture, convention: Mapping[str, Any]) -> Architecture:
+    """The network with code that its family had in an older release."""
+    return replace(architecture, rotary_in_parts=False) if convention.get("rotates_whole_heads") else architecture
 
 
 def _experts(job: TrainingJob, convention: Mapping[str, Any]) -> Experts:

@@ -216,6 +216,9 @@ offloads_activations = setting("offload.activations")
 offloads_parameters = setting("offload.parameters")
 offloads_optimizer = setting("offload.optimizer")
 eager = setting("attention", "eager")
+clamps_scores = setting("architecture.model_type", "opt") & (eager | option("sdpa", "eager")) & Fact(
+    lambda job: release(str(job.versions.get("transformers", "5"))) < release("4.49"), "transformers before 4.49"
+)
 sdpa = setting("attention", "sdpa")
 flash = setting("attention", "flash_attention_2")
 flex = setting("attention", "flex")
