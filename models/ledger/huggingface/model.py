@@ -16,7 +16,11 @@ from peakcast.models.ledger.huggingface.blocks.attention_kernels import flex_blo
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variables, hands_on_itself
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
-from peakcast.models.ledger.huggingface.blocks.traits import has_mask_of_heads, kinds_of_layers, kinds_of_masks
+from peakcast.models.ledger.huggingface.blocks.traits import (
+    has_mask_of_heads,
+    kinds_of_layers,
+    kinds_of_masks,
+)
 from peakcast.models.ledger.layouts.gradient_tensors import lm_head_gradients
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import BlockRun, Step
@@ -196,7 +200,7 @@ def attention_weights_bytes(layer: HFContext) -> int:
     """Bytes of the attention weights that a layer returns; 0 if its family or its attention returns none. With flash
     attention the layer returns attention's output in their place."""
     family = family_of(layer.architecture)
-    if not family.attention.returns_weights or layer.attention.implementation not in ("eager", "flash_attention_2"):
+    if not layer.returns_weights or layer.attention.implementation not in ("eager", "flash_attention_2"):
         return 0
     if layer.attention.implementation == "flash_attention_2":
         return layer.rows * layer.architecture.query_size * layer.precision.compute_bytes

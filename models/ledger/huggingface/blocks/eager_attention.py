@@ -48,6 +48,9 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
         tape.hold(variable)
     if eager.joins_heads_first or eager.adds_and_fills:
         build.attention_variables.extend((*named, *variables, output))
+    if context.attention.drops_weights:
+        build.attention_variables.append(returned)
+        return output
     build.variables.append(returned)  # the attention module also returns the weights
     build.attention_weights = returned
     return output
