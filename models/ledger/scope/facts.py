@@ -216,9 +216,7 @@ offloads_activations = setting("offload.activations")
 offloads_parameters = setting("offload.parameters")
 offloads_optimizer = setting("offload.optimizer")
 eager = setting("attention", "eager")
-clamps_scores = setting("architecture.model_type", "opt") & (eager | option("sdpa", "eager")) & Fact(
-    lambda job: release(str(job.versions.get("transformers", "5"))) < release("4.49"), "transformers before 4.49"
-)
+clamps_scores = option("clamps_scores") & (eager | option("sdpa", "eager"))
 sdpa = setting("attention", "sdpa")
 flash = setting("attention", "flash_attention_2")
 flex = setting("attention", "flex")
