@@ -9,10 +9,12 @@ import pytest
 from peakcast import catalog
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import MIB
+from peakcast.dialects.huggingface.trl_adapters import without_cache
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions_of
 from peakcast.jobs.spec import ActivationCheckpointing, Optimizer, Precision, TrainingJob
 from peakcast.models.baseline.ledger import ledger
+from peakcast.models.ledger.scope.assumptions import assumption_on_caches
 from peakcast.timelines.timeline import Phase
 
 NETWORK = Architecture(
@@ -170,3 +172,13 @@ def test_phi3_rotated_whole_heads_before_4_49():
     """The traced forward of eager attention with transformers 4.48.3; with parts that are concatenated, 24 MiB less."""
     network = replace(catalog.architecture("phi-3-mini"), num_hidden_layers=2, vocab_size=1024)
     assert peak(job("4.48.3", architecture=network, attention="eager"), Phase.FORWARD) == pytest.approx(2454.37, rel=1e-4)
+
+
+def test_a_cache_that_is_assumed_is_said_and_can_be_switched_off():
+    asked = autocast("4.45.2")
+    off = asked.replace(framework_options=FrozenMapping({"autocast": True, "outputs_have_cache": False}))
+    assert "use_cache" in assumption_on_caches(asked)
+    assert [assumption_on_caches(one) for one in (off, autocast("5.17.0"))] == ["", ""]
+    assert held(off) == 0
+    assert without_cache(asked) == off
+    assert without_cache(autocast("5.17.0")) == autocast("5.17.0")
