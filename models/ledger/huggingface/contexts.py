@@ -140,7 +140,8 @@ def _attention(job: TrainingJob, convention: Mapping[str, Any]) -> Attention:
     wide = job.architecture.head_dim > 256  # transformers 5.17 `integrations/sdpa_attention.py` use_gqa_in_sdpa
     return Attention(
         implementation=implementation,
-        drops_weights=bool(convention.get("attention_weights_dropped")),
+        # of generation no trace was compared, and published reserved peaks of it agree only without
+        drops_weights=job.task == "train" and bool(convention.get("attention_weights_dropped")),
         repeats_key_value=bool(convention.get("flash_attention_repeats_key_value")),
         sdpa_repeats_key_value=sdpa and (bool(convention.get("sdpa_repeats_key_value")) or wide),
         sdpa_copies=sdpa and bool(convention.get("sdpa_copies")),
