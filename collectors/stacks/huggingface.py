@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import sys
 from typing import Any
@@ -84,7 +85,9 @@ def _prepared(model: Any, job: TrainingJob) -> Any:
     if job.framework_options.get("neftune"):
         embeddings = causal_model(model).get_input_embeddings()  # as transformers' activate_neftune does
         embeddings.neftune_noise_alpha = NEFTUNE_NOISE_ALPHA
-        neftune = importlib.import_module("transformers.integrations.neftune")  # releases before 5 have it elsewhere
+        module = "transformers.integrations.neftune"
+        module = module if importlib.util.find_spec(module) else "transformers.trainer_utils"  # transformers 4
+        neftune = importlib.import_module(module)
         embeddings.register_forward_hook(neftune.neftune_post_forward_hook)
     if job.compile and not is_compiled_whole(job):
         model = compile_layers(model, job)

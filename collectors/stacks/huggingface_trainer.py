@@ -7,6 +7,7 @@ so does a subclass that reports when a loss is computed and when a backward has 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import os
@@ -161,7 +162,10 @@ def build(job: TrainingJob, device: str) -> TrainerTraining:
     os.environ["ACCELERATE_TORCH_DEVICE"] = device  # its own default; a trace has no GPU from which it could see that
     _without_namesake_of_datasets()
     folder = tempfile.TemporaryDirectory(prefix="peakcast-trainer-")
-    arguments = transformers.TrainingArguments(output_dir=folder.name, use_cpu=device == "cpu", **training_arguments(job))
+    known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    asked = {name: value for name, value in training_arguments(job).items() if name in known}  # transformers 4 has no
+    # train_sampling_strategy; rows are all alike, so their order does not matter
+    arguments = transformers.TrainingArguments(output_dir=folder.name, use_cpu=device == "cpu", **asked)
     trainer = Followed(model=model, args=arguments, train_dataset=Tokens(job))
     trainer.job = job
     trainer.create_optimizer()

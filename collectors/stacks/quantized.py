@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.base import get_keys_to_not_convert
 
 from peakcast.collectors.machine.packages import imported
 from peakcast.collectors.stacks.parts import quantized_fakes
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import Finetuning, TrainingJob
+
+try:
+    from transformers.quantizers.base import get_keys_to_not_convert
+except ImportError:  # transformers 4 has it in integrations/bitsandbytes.py
+    from transformers.integrations.bitsandbytes import get_keys_to_not_convert
 
 INT8_THRESHOLD = 6.0
 """BitsAndBytesConfig.llm_int8_threshold's default."""

@@ -18,6 +18,7 @@ from peakcast.models.baseline.measured_constants import rests_on_readings
 from peakcast.models.ledger.recorded.covering import recorded_with
 from peakcast.models.ledger.scope.assumptions import (
     assumption_on_adapter_targets,
+    assumption_on_caches,
     assumption_on_fsdps_offload,
     assumption_on_liger_kernels,
     assumption_on_prompts,
@@ -42,6 +43,7 @@ def assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | No
         assumption_on_fsdps_offload(job),
         assumption_on_liger_kernels(job),
         assumption_on_prompts(job),
+        assumption_on_caches(job) if job.task == "train" else "",
         *_of_reserved_memory(job, base),
         *_of_host_memory(job, device, base),
     )

@@ -28,6 +28,7 @@ from peakcast.dialects.common.translation import (
 from peakcast.dialects.huggingface.balancing import KEY as BALANCING
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.dialects.huggingface.trl_adapters import without_cache
 from peakcast.dialects.openrlhf_names import WITHOUT_EFFECT, by_older_names
 from peakcast.jobs.spec import TrainingJob
 
@@ -78,7 +79,7 @@ def from_openrlhf(pasted: Pasted) -> Translation:
         given = (model, {**training, **half}, adapter, None if shards else engine, fsdp if shards else None, num_gpus)
         spell = speller({"aux_loss_coef": BALANCING})
         job = under.include(from_huggingface(*given, versions=pasted.versions.of("huggingface"), spell=spell))
-        job = _with_a_ranks_part(job, Settings(values, under, "OpenRLHF"))
+        job = _with_a_ranks_part(without_cache(job), Settings(values, under, "OpenRLHF"))  # models/actor.py
         who = "" if method == "sft" else "OpenRLHF (models/actor.py)"
         return with_method(job, method, "the program", under, generation=generation, whole_logits=who)
 

@@ -20,7 +20,7 @@ from peakcast.dialects.common.translation import Notes, Settings, Translation
 from peakcast.dialects.huggingface.dtypes import FROM_PRETRAINED
 from peakcast.dialects.huggingface.post_training import with_own_reference
 from peakcast.dialects.huggingface.trainer import PARTS, from_parts
-from peakcast.dialects.huggingface.trl_adapters import prepared_for_kbit_training
+from peakcast.dialects.huggingface.trl_adapters import prepared_for_kbit_training, without_cache
 from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH
 from peakcast.dialects.huggingface.whose_trainer import Whose
 from peakcast.dialects.python.calls import FunctionCall, NotGiven, plain_value
@@ -93,6 +93,7 @@ def values_of(calls: Sequence[FunctionCall], source: str) -> dict[str, Any]:
     plain = {part: plain_value(values) for part, values in parts.items()}
     names["adapter"] = adapters[0].name if adapters else ""
     last = {call.name.rpartition(".")[2]: call for call in calls}
+    names["without_cache"] = bool(re.search(r"\buse_cache\s*=\s*False\b", source))
     names["widens"] = "prepare_model_for_kbit_training" in last
     prepared = last.get("prepare_model_for_kbit_training", FunctionCall("", (), {"use_gradient_checkpointing": False}))
     asked = prepared.keywords.get("use_gradient_checkpointing", True) is True
@@ -181,6 +182,8 @@ def from_python_script(pasted: Pasted) -> Translation:
         job = with_own_reference(job, notes, f"the trainer gets ref_model={reference}")
     if about.get("widens"):
         job = _widened(job, notes)
+    if about.get("without_cache"):
+        job = without_cache(job)
     if about.get("loads_first"):
         job = _partitioned_later(job, notes)
     settings.note_left(_MODEL)

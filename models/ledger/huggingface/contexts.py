@@ -27,7 +27,6 @@ from peakcast.models.ledger.huggingface.blocks.context import (
     Adapters,
     Attention,
     BackwardRules,
-    Cache,
     Experts,
     FusedKernels,
     HFContext,
@@ -37,6 +36,7 @@ from peakcast.models.ledger.huggingface.blocks.context import (
     Packing,
 )
 from peakcast.models.ledger.huggingface.blocks.dtypes import ElementBytes, QuantizedLinears
+from peakcast.models.ledger.huggingface.blocks.kv_cache import cache_in_training
 from peakcast.models.ledger.huggingface.blocks.ring_attention import ring_of
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.ledger.huggingface.blocks.traits import rotates, slides
@@ -79,7 +79,7 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
     joined = job.batch.form == "padding_free"
     divided = job.sequence_length // job.parallelism.context_parallel_size
     return HFContext(
-        architecture=group.layer(job.architecture),
+        architecture=group.layer(_as_of_release(job.architecture, convention)),
         batch=1 if joined else job.micro_batch_size,
         sequence=job.num_tokens if joined else divided + virtual_tokens(job.finetuning),
         precision=_precision(job, convention),
@@ -95,7 +95,7 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
         compiles_adapters=_compiles_adapters(job),
         backward=_backward(job, convention),
         packing=_packing(job),
-        cache=_cache(job, convention),
+        cache=cache_in_training(job, convention),
         group=group,
         ring=ring_of(job, rank),
         neftune=bool(convention.get("neftune")),
@@ -140,6 +140,8 @@ def _attention(job: TrainingJob, convention: Mapping[str, Any]) -> Attention:
     wide = job.architecture.head_dim > 256  # transformers 5.17 `integrations/sdpa_attention.py` use_gqa_in_sdpa
     return Attention(
         implementation=implementation,
+        # of generation no trace was compared, and published reserved peaks of it agree only without
+        drops_weights=job.task == "train" and bool(convention.get("attention_weights_dropped")),
         repeats_key_value=bool(convention.get("flash_attention_repeats_key_value")),
         sdpa_repeats_key_value=sdpa and (bool(convention.get("sdpa_repeats_key_value")) or wide),
         sdpa_copies=sdpa and bool(convention.get("sdpa_copies")),
@@ -193,6 +195,11 @@ def _quantized(job: TrainingJob, convention: Mapping[str, Any]) -> QuantizedLine
     )
 
 
+def _as_of_release(architecture: Architecture, convention: Mapping[str, Any]) -> Architecture:
+    """The network with code that its family had in an older release."""
+    return replace(architecture, rotary_in_parts=False) if convention.get("rotates_whole_heads") else architecture
+
+
 def _experts(job: TrainingJob, convention: Mapping[str, Any]) -> Experts:
     return Experts(
         implementation=str(convention.get("experts_implementation", "grouped_mm")),
@@ -243,13 +250,6 @@ def _backward(job: TrainingJob, convention: Mapping[str, Any]) -> BackwardRules:
         cached_kinds=frozenset(convention["selective_checkpointing_keeps"]),
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
     )
-
-
-def _cache(job: TrainingJob, convention: Mapping[str, Any]) -> Cache:
-    """Networks switch the cache off where they checkpoint."""
-    copies = convention.get("outputs_have_cache") and job.activation_checkpointing.mode == "none"
-    latent, does = bool(convention.get("latent_cache", True)), "copies" if copies else ""
-    return Cache(does=does, latent=latent, length=job.sequence_length if copies else 0)
 
 
 def _packing(job: TrainingJob) -> Packing:

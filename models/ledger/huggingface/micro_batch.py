@@ -32,7 +32,7 @@ from peakcast.models.ledger.huggingface.model import (
     last_rotations,
     model_ends,
 )
-from peakcast.models.ledger.huggingface.outputs import hold_outputs
+from peakcast.models.ledger.huggingface.outputs import hold_cache_until_loss, hold_outputs
 from peakcast.models.ledger.huggingface.preference import forward_beforehand, hold_whole_head, reference_forward
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
@@ -123,6 +123,7 @@ class _BlockByBlock:
             hold_cast_weights(timeline, checkpointed.values(), self.loss, owned=False)
             others = [run for index, run in self.runs.items() if index not in checkpointed]
             hold_cast_weights(timeline, [*others, self.loss], self.loss, owned=not context.backward.saves_on_cpu)
+        hold_cache_until_loss(timeline, self.job, context, self.loss, self.runs)
         if conventions(self.job).get("caches_while_checkpointing"):
             returned = returned_cache_bytes(context)
             for run in checkpointed.values():

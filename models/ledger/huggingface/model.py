@@ -16,7 +16,11 @@ from peakcast.models.ledger.huggingface.blocks.attention_kernels import flex_blo
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variables, hands_on_itself
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
-from peakcast.models.ledger.huggingface.blocks.traits import has_mask_of_heads, kinds_of_layers, kinds_of_masks
+from peakcast.models.ledger.huggingface.blocks.traits import (
+    has_mask_of_heads,
+    kinds_of_layers,
+    kinds_of_masks,
+)
 from peakcast.models.ledger.layouts.gradient_tensors import lm_head_gradients
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import BlockRun, Step
@@ -32,8 +36,9 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
     replaced, and the gradient of the new one, which no optimizer sets to None."""
     family, longest = family_of(job.architecture), job.architecture.max_position_embeddings
     layers = [f"layers.{index}" for index in range(job.architecture.num_hidden_layers)]
+    in_layers = family.masks.buffer_per_layer or conventions(job).get("causal_masks_in_layers")
     buffers = [("causal_mask", "", longest**2)] * family.masks.buffer
-    buffers += [("attention.bias", layer, longest**2) for layer in layers if family.masks.buffer_per_layer]
+    buffers += [("attention.bias", layer, longest**2) for layer in layers if in_layers]
     tables = longest * rotated_width(job.architecture) * _element_bytes(job, FP32) * family.rotary.tables_of_all_positions
     buffers += [("attention.embed_positions", layer, tables) for layer in layers if tables]
     if conventions(job).get("rotary_tables_in_layers") and job.architecture.position_embedding == "rope":
@@ -195,7 +200,7 @@ def attention_weights_bytes(layer: HFContext) -> int:
     """Bytes of the attention weights that a layer returns; 0 if its family or its attention returns none. With flash
     attention the layer returns attention's output in their place."""
     family = family_of(layer.architecture)
-    if not family.attention.returns_weights or layer.attention.implementation not in ("eager", "flash_attention_2"):
+    if not layer.returns_weights or layer.attention.implementation not in ("eager", "flash_attention_2"):
         return 0
     if layer.attention.implementation == "flash_attention_2":
         return layer.rows * layer.architecture.query_size * layer.precision.compute_bytes

@@ -11,14 +11,13 @@ from collections.abc import Mapping
 
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention_kernel
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.head import head, logits_bytes_kept_by_outputs
-from peakcast.models.ledger.huggingface.blocks.kv_cache import layer_cache_bytes
-from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads
-from peakcast.models.ledger.huggingface.contexts import layer_contexts, target_context
+from peakcast.models.ledger.huggingface.blocks.kv_cache import IN_TRAINING, cached_bytes, narrow_cache_widened_bytes
+from peakcast.models.ledger.huggingface.contexts import target_context
 from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import arguments_of_layers
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, BlockRun, Step
 from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
@@ -39,11 +38,29 @@ def hold_outputs(
     timeline.hold("outputs.logits", Category.LOGITS, _logits_bytes(job, target), born, dies, "head")
     for name, num_bytes in _kept_by_graph(job, target):
         timeline.hold(name, Category.ACTIVATIONS, num_bytes, timeline.now, dies, "embedding")
-    for layer, (copied, num_bytes) in _cached(job, context).items():
-        if (run := layers.get(layer)) is not None and run.backward_start is not None:
-            born = run.forward_start + run.template.num_forward
-            born = born if copied else run.backward_start + run.template.num_backward
-            timeline.hold("outputs.past_key_values", Category.ACTIVATIONS, num_bytes, born, dies, run.module)
+    for run in layers.values() if context.cache.does in IN_TRAINING else ():
+        if run.backward_start is not None:
+            ends = run.forward_start + run.template.num_forward, run.backward_start + run.template.num_backward
+            for born, num_bytes in zip(ends, cached_bytes(run.template), strict=True):
+                timeline.hold("outputs.past_key_values", Category.ACTIVATIONS, num_bytes, born, dies, run.module)
+
+
+def hold_cache_until_loss(
+    timeline: Step, job: TrainingJob, context: HFContext, loss: BlockRun, layers: Mapping[int, BlockRun]
+) -> None:
+    """Hold the cache to which a micro-batch's outputs refer until now, when the Trainer has the loss and drops them.
+    `loss`: the run of the head; `layers`: those of the layers."""
+    if context.cache.does not in IN_TRAINING or not conventions(job).get("outputs_dropped"):
+        return
+    left = timeline.now
+    widened = loss.forward_start + next(iter(loss.template.forward_marks.get(Mark.WIDENED_OUTPUTS, ())), left)
+    for run in layers.values():
+        unsaved, saved = cached_bytes(run.template)
+        size = unsaved + saved * context.backward.saves_on_cpu
+        born = run.forward_start + run.template.num_forward
+        timeline.hold("past_key_values", Category.ACTIVATIONS, size, born, left, run.module)
+        size = narrow_cache_widened_bytes(context, run.template)
+        timeline.hold("past_key_values.to_float32", Category.ACTIVATIONS, size, widened, left, run.module)
 
 
 def _outputs_made(job: TrainingJob, loss: BlockRun) -> int:
@@ -76,7 +93,7 @@ def hold_outputs_of_before(
         timeline.hold("outputs.logits", Category.LOGITS, _logits_bytes(job, target), start, loss_made, "head")
         for name, num_bytes in _kept_by_graph(job, target):
             timeline.hold(name, Category.ACTIVATIONS, num_bytes, start, loss_made, "embedding")
-        for layer, (_, num_bytes) in _cached(job, context).items():
+        for layer, num_bytes in _cached(job, context).items():
             timeline.hold(
                 "outputs.past_key_values", Category.ACTIVATIONS, num_bytes, start, loss_made, f"layers.{layer}"
             )
@@ -86,18 +103,12 @@ def hold_outputs_of_before(
             timeline.hold_all(outputs_of(job, context), Category.ACTIVATIONS, start, loss_made)
 
 
-def _cached(job: TrainingJob, context: HFContext) -> dict[int, tuple[bool, int]]:
-    """Layer -> whether attention saves repeated copies of its cached keys and values, not these themselves, and their bytes
-    (transformers 5.17 cache_utils.py `DynamicLayer.update`)."""
-    if context.cache.does != "copies":
+def _cached(job: TrainingJob, context: HFContext) -> dict[int, int]:
+    """Layer -> bytes of its cached keys and values."""
+    if context.cache.does not in IN_TRAINING:
         return {}
-    return dict(enumerate(_cache_of(one) for one in layer_contexts(context, job)))
-
-
-def _cache_of(layer: HFContext) -> tuple[bool, int]:
-    shared = attention_kernel(layer) in ("flash", "flash_attention_2", "flex")
-    repeated = attention_key_heads(layer.architecture) != layer.architecture.num_attention_heads
-    return repeated and not shared, sum(layer_cache_bytes(layer, layer.sequence))
+    blocks = Blocks(job, context)
+    return {index: sum(cached_bytes(blocks.layer(index))) for index in range(job.architecture.num_hidden_layers)}
 
 
 def _logits_bytes(job: TrainingJob, target: HFContext) -> int:

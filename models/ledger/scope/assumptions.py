@@ -6,6 +6,7 @@ from __future__ import annotations
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions, fsdp_offloads, fuses_loss
 from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.huggingface.blocks.kv_cache import cache_in_training
 from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK
 from peakcast.models.ledger.scope.adapter_targets import EXPERTS, projections, shared_expert_projections
 from peakcast.networks.adapter_targets import default_adapter_targets, has_default_targets
@@ -57,6 +58,16 @@ def assumption_on_prompts(job: TrainingJob) -> str:
     return (
         f"loss.kind={job.loss.kind!r} scores every token but the first: prompts are taken to be empty. Where they are not, "
         "loss.completion_length says how many tokens at the end of each sequence are scored, and fewer need less."
+    )
+
+
+def assumption_on_caches(job: TrainingJob) -> str:
+    """An assumption for a job whose release of transformers fills its cache in training; "" otherwise."""
+    if "outputs_have_cache" in job.framework_options or not cache_in_training(job, conventions(job)).does:
+        return ""
+    return (
+        "this release of transformers keeps keys and values of all layers (use_cache) until the loss is computed; set "
+        "framework_options.outputs_have_cache=false if your program switches that off."
     )
 
 

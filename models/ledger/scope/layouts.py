@@ -135,8 +135,12 @@ _TENSOR_PARALLEL = Section("tensor parallelism", when=job.tensor_parallel, rows=
     fails("precision.compute", job.huggingface & job.trains & job.autocast & job.computes_float16,
           "fp16 under transformers' tensor parallelism fails: GradScaler cannot unscale plain tensors and DTensors "
           "together; use bf16."),
-    unknown("attention", job.flex, "flex attention under tensor parallelism is not modelled."),
-    unknown("precision.compute", job.float8, "float8 under tensor parallelism is not modelled."),
+    unknown("attention", job.flex & (job.plain_torch | job.sequence_parallel | job.adapts),
+            "flex attention under tensor parallelism was compared with traces of transformers' own plan only, without "
+            "sequence_parallel and where all weights train."),
+    unknown("precision.compute", job.float8 & (job.plain_torch | job.sequence_parallel | job.adapts),
+            "float8 under tensor parallelism was compared with traces of transformers' own plan only, without "
+            "sequence_parallel and where all weights train."),
     unknown("offload.activations", job.offloads_activations,
             "offloaded activations under tensor parallelism are not modelled."),
 ))
@@ -167,8 +171,9 @@ _RING = "parallelism.context_parallel_size"
 _CONTEXT_PARALLEL = Section("context parallelism (ring attention)", when=job.context_parallel, rows=(
     unknown(_RING, ~(job.huggingface | job.plain_torch),
             "context parallelism is not modelled for framework={framework!r}; for megatron, huggingface, torch it is."),
-    unknown(_RING, ~job.like_llama,
-            "context parallelism of {architecture.model_type!r} is not modelled; that of layers like Llama's is."),
+    unknown(_RING, ~job.like_llama & ~(job.huggingface & job.decoder & ~job.latent_attention),
+            "context parallelism of {architecture.model_type!r} is not modelled; that of layers like Llama's is, and with "
+            "framework='huggingface' that of decoders without latent attention."),
     unknown(_RING, ~job.trains, "context parallelism is modelled in training only."),
     unknown(_RING, ~(job.sdpa & job.half_precision) | above("architecture.head_dim", 256),
             "context parallelism is modelled as a ring of flash attention: with sdpa in half precision and heads of at "
@@ -183,8 +188,11 @@ _CONTEXT_PARALLEL = Section("context parallelism (ring attention)", when=job.con
     unknown(_RING, ~job.asks_fsdp2 & (job.huggingface | ~job.asks_ddp),
             "context parallelism with sharding={parallelism.sharding!r} is not modelled; with fsdp2 and hsdp it is, and "
             "in a plain loop also without sharding."),
-    unknown("loss.fused_linear_cross_entropy", job.fused_loss, "a fused loss under context parallelism is not modelled."),
-    unknown("precision.compute", job.float8, "float8 under context parallelism is not modelled."),
+    unknown("loss.fused_linear_cross_entropy", job.fused_loss & job.plain_torch,
+            "a fused loss under context parallelism is modelled with framework='huggingface' only."),
+    unknown("precision.compute", job.float8 & (job.plain_torch | job.adapts),
+            "float8 under context parallelism was compared with traces of framework='huggingface' only, where all weights "
+            "train."),
     unknown("offload.activations", job.offloads_activations,
             "offloaded activations under context parallelism are not modelled."),
 ))

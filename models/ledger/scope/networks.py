@@ -79,6 +79,9 @@ OWN_NETWORKS = Section("networks of a training library's own", (
     more("versions", trait("experts.viewed_before_5") & job.loops_over_experts & job.trains & ~job.adapts,
          "in this release of transformers each expert of {architecture.name!r} reads a view of one parameter, whose "
          "gradient is as large as all experts of a layer: a small network's backward needs 13 % more than is counted."),
+    more("versions", job.clamps_scores & job.trains,
+         "in this release of transformers eager attention of {architecture.name!r} takes the maximum of each score and the "
+         "least number, whose backward makes more copies: a small network's needs 17 % more than is counted."),
 ))
 
 TRACED_NETWORKS = Section("traces of networks", (

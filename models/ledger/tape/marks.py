@@ -37,6 +37,10 @@ class Mark(Enum):
     KEY_CACHE = auto()
     VALUE_CACHE = auto()
     """A layer updates its cache."""
+    CACHED = auto()
+    """What a layer caches in training: the model's outputs refer to it."""
+    CACHED_NARROW = auto()
+    """... in a dtype that accelerate makes fp32."""
     RELATIVE_POSITIONS = auto()
     """A stack's first layer looks up the bias of relative positions."""
     NORM = auto()

@@ -268,6 +268,10 @@ class Tape:
         yield
         self._marks.setdefault(mark, []).extend(range(begin, len(self._operations)))
 
+    def mark_made(self, mark: Mark, tensor: Tensor) -> None:
+        """The operation that made `tensor` is what `mark` says."""
+        self._marks.setdefault(mark, []).append(tensor.storage.born)
+
     def begin_loss(self) -> None:
         """Operations appended from here on belong to the loss."""
         self._loss_from = len(self._operations)

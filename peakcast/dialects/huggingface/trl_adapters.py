@@ -54,6 +54,14 @@ def prepared_for_kbit_training(job: TrainingJob) -> TrainingJob:
     return job.replace(framework_options=FrozenMapping({**job.framework_options, **widened}))
 
 
+def without_cache(job: TrainingJob) -> TrainingJob:
+    """`job` of a program that switches off the cache (`model.config.use_cache = False`) which its release of transformers
+    fills in training."""
+    if not conventions(job).get("outputs_have_cache"):
+        return job
+    return job.replace(framework_options=FrozenMapping({**job.framework_options, "outputs_have_cache": False}))
+
+
 def trl_computes_in(training: Mapping[str, Any]) -> str:
     """The dtype in which TRL's own scripts let 4-bit layers multiply: that of the weights, by default float32 (trl 1.16
     trainer/utils.py `get_quantization_config`, trainer/model_config.py)."""

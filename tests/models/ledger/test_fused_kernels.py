@@ -174,6 +174,7 @@ def test_old_flash_attention_gets_a_copy_of_keys_and_values_for_every_query_head
                 job(
                     architecture=replace(network, num_hidden_layers=layers),
                     versions=FrozenMapping({"transformers": version}),
+                    framework_options=FrozenMapping({"outputs_have_cache": False}),
                     activation_checkpointing=ActivationCheckpointing(),
                 )
             )

@@ -38,8 +38,10 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     if context.attention.repeats_key_value and attention_kernel(context) == "flash_attention_2":
         k, v = repeat_key_value(build, q, k, v)
     output = attention(build, q, k, v)
-    # flash attention's output has the layout of the queries
-    by_head = attention_kernel(context) in ("flash", "flash_attention_2") and not context.packing.mask_of_batch
+    # flash attention's output has the layout of the queries, and so has a ring's that is not copied anyway
+    kernel, copied = attention_kernel(context), context.ring.copies_output
+    by_head = kernel in ("flash", "flash_attention_2") and not context.packing.mask_of_batch
+    by_head = by_head or (kernel == "ring" and not copied)
     if architecture.rotary_in_parts and by_head and not _rotates_in_place(build):
         output = ops.copy(tape, output, "self_attn.contiguous")
     bias, name = architecture.attention_output_bias, f"self_attn.{family.names.out}"

@@ -14,6 +14,7 @@ from peakcast.core.units import FP32, INT64, round_up
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.eager_attention import eager_attention, repeat_key_value
+from peakcast.models.ledger.huggingface.blocks.kv_cache import IN_TRAINING
 from peakcast.models.ledger.huggingface.blocks.math_attention import step_by_step, to_compute_dtype
 from peakcast.models.ledger.huggingface.blocks.ring_attention import RingTensors, backward_bytes, forward_bytes
 from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads, joins_heads
@@ -81,7 +82,7 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         output = ops.copy(build.tape, output, "self_attn.contiguous")
         for variable in variables:
             build.tape.hold(variable)
-    if family_of(context.architecture).attention.returns_weights:  # the layer returns the output in their place
+    if context.returns_weights:  # the layer returns the output in their place
         build.variables.append(output)
         build.attention_weights = output
     return output
@@ -302,7 +303,7 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         [q, k, v, *bias],
         Output(v.num_bytes // context.keys * context.sequence, kind="attention"),
         # without a graph the kernel makes no statistics
-        saves=Saved([q, k, v, *bias], output=True, extra_bytes=[] if context.cache.does not in ("", "copies") else kept),
+        saves=Saved([q, k, v, *bias], output=True, extra_bytes=kept if context.cache.does in ("", *IN_TRAINING) else []),
         # the row sums "delta" of the backward (attention_backward.cu)
         backward_temporary_bytes=FP32 * context.rows * heads if context.gpu else 0,
     )

@@ -69,6 +69,8 @@ class Attention:
 
     implementation: str
     """As `attn_implementation`: "eager", "sdpa", "flash_attention_2" or "flex"."""
+    drops_weights: bool = False
+    """Whether attention returns no weights unless it is asked for them."""
     repeats_key_value: bool = False
     """Whether flash attention gets a copy of each key and value head for every query head (older transformers)."""
     sdpa_repeats_key_value: bool = False
@@ -240,6 +242,8 @@ class Cache:
     """Number of tokens in the keys that the cache returns."""
     key_length: int = 0
     """Number of those tokens that attention reads; 0 for the sequence itself."""
+    widened: bool = False
+    """Whether accelerate makes fp32 copies of what a training's forward returns of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,6 +284,11 @@ class HFContext:
     gpu: tuple[int, int] | None = None
     """(multiprocessors, threads of each) of the GPU, to count what kernels allocate for themselves; None: not counted, as
     traces do not see it."""
+
+    @property
+    def returns_weights(self) -> bool:
+        """Whether a layer returns its attention's weights, to which the model's loop then refers."""
+        return family_of(self.architecture).attention.returns_weights and not self.attention.drops_weights
 
     @property
     def divided_by_hooks(self) -> bool:

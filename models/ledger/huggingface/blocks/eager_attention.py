@@ -48,6 +48,9 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
         tape.hold(variable)
     if eager.joins_heads_first or eager.adds_and_fills:
         build.attention_variables.extend((*named, *variables, output))
+    if context.attention.drops_weights:
+        build.attention_variables.append(returned)
+        return output
     build.variables.append(returned)  # the attention module also returns the weights
     build.attention_weights = returned
     return output
@@ -79,7 +82,8 @@ class _KeyLayout(NamedTuple):
         context, architecture = build.context, build.context.architecture
         heads, key_heads = architecture.num_attention_heads, attention_key_heads(architecture)
         single = key_heads == 1 < heads
-        cached = context.cache.does not in ("", "passes") and not ((architecture.mla and context.cache.latent) or single)
+        apart = context.cache.does not in ("", "passes", "refers")  # the cache's tensors, not those just made
+        cached = apart and not ((architecture.mla and context.cache.latent) or single)
         return cls(key_heads not in (1, heads) or cached, cached, single)
 
 

@@ -48,7 +48,7 @@ def decoder_layer(context: HFContext) -> Template:
         output = _sublayer(build, output, feed_forward, "pre_feedforward_layernorm", "post_feedforward_layernorm")
     for variable in (hidden, *build.variables):  # the model's loop variable refers to the layer's input until it returns
         tape.hold(variable)
-    handed_on = backward.checkpointed and backward.reentrant and family_of(architecture).attention.returns_weights
+    handed_on = backward.checkpointed and backward.reentrant and context.returns_weights
     second_output = build.attention_weights if handed_on else None
     return tape.finish(
         output, cached_matmuls=backward.cached_matmuls, cached_kinds=backward.cached_kinds, second_output=second_output

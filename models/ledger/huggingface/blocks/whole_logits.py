@@ -45,14 +45,16 @@ def loss_of_whole_logits(build: BlockBuilder, logits: Tensor, final: Tensor, seq
         _eager_loss(tape, given, context, wide_bytes)
     # an encoder's head reassigns a variable from its states to the logits
     unnamed = context.loss.in_stages or context.architecture.kind == "encoder"
-    outputs = [sequence_output] if upcast == "none" else []
+    outputs, narrow = [sequence_output] if upcast == "none" else [], upcast in NARROW
     for tensor in (*given.variables, *outputs, *build.variables, *([] if unnamed else [final])):
         tape.hold(tensor)
     # a loss that widened the logits itself had larger temporaries
-    late = context.loss.widens_outputs and (upcast == "none" or (context.kernels.loss == "in_place" and upcast != "model"))
-    if late and context.precision.autocast and logits.num_bytes < wide_bytes:
+    late = narrow or (context.kernels.loss == "in_place" and upcast != "model")
+    if context.loss.widens_outputs and context.precision.autocast and (late or context.cache.widened):
+        returned = given.variables[0]
+        size = wide_bytes if returned.num_bytes < wide_bytes else 0
         with tape.marked(Mark.WIDENED_OUTPUTS):
-            tape.operation("outputs.to_float32", [logits], Output(wide_bytes, category=Category.LOGITS), gradients=[])
+            tape.operation("outputs.to_float32", [returned], Output(size, category=Category.LOGITS), gradients=[])
 
 
 # -- where logits are widened and shifted: one function for each value of the convention `logits_upcast` ----------------
@@ -79,13 +81,10 @@ def _as_they_are(tape: Tape, logits: Tensor, context: HFContext, wide_bytes: int
 
 
 def _shifted_alone(tape: Tape, logits: Tensor, context: HFContext, wide_bytes: int) -> LossInput:
-    """Shifted, and widened only by autocast, which has cross_entropy on its fp32 list."""
+    """Shifted, but not widened."""
     tape.begin_loss()
-    shifted = wide = shift_logits(tape, logits, context)
-    element = context.precision.compute_bytes
-    if context.kernels.loss == "eager" and context.precision.autocast and element != FP32:
-        wide = logits_op(tape, shifted, shifted.num_bytes // element * FP32, "logits.to_float32")
-    return LossInput(wide, [logits, shifted])
+    shifted = shift_logits(tape, logits, context)
+    return LossInput(shifted, [logits, shifted])
 
 
 def _widened_and_shifted(tape: Tape, logits: Tensor, context: HFContext, wide_bytes: int) -> LossInput:
@@ -115,6 +114,10 @@ UPCASTS: dict[str, Callable[[Tape, Tensor, HFContext, int], LossInput]] = {
     "loss_shifted": _widened_and_shifted,
     "loss": _widened_with_shifted_labels,
 }
+
+
+NARROW = ("none", "none_shifted")
+"""Values with which the loss reads logits as they are."""
 
 
 def shift_logits(tape: Tape, x: Tensor, context: HFContext) -> Tensor:
@@ -160,8 +163,10 @@ def _eager_loss(tape: Tape, given: LossInput, context: HFContext, wide_bytes: in
     """torch's cross entropy: log-softmax, which is saved, and the negative log-likelihood."""
     size, labels = given.logits.num_bytes, given.labels[-1:]
     result = tape.operation("log_softmax", [given.logits], Output(size, category=Category.LOGITS), saves=Saved(output=True))
-    if context.loss.logits_upcast == "none" and context.precision.autocast and size != wide_bytes:
-        result = logits_op(tape, result, wide_bytes, "nll_loss.to_float32")  # autocast's fp32 list
+    wide = size // context.precision.compute_bytes * FP32
+    if context.loss.logits_upcast in NARROW and context.precision.autocast and size < wide <= wide_bytes:
+        # autocast has nll_loss on its fp32 list; cross_entropy_loss gives log_softmax, which is there too, a dtype
+        result = logits_op(tape, result, wide, "nll_loss.to_float32")
     tape.operation("nll_loss", [result, *labels], FP32, saves=[result, *labels])
 
 
