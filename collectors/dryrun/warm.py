@@ -170,7 +170,8 @@ def _become(question: Mapping[str, Any]) -> None:
     written = os.open(question["output"], os.O_WRONLY)
     for stream, descriptor in ((0, os.open(os.devnull, os.O_RDONLY)), (1, written), (2, written)):
         os.dup2(descriptor, stream)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  # these are its own for good
+    # these are its own for good; lines are written at once, as a script's are: it may be ended at any time
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", 1), open(2, "w", 1)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(question["environment"])
     time.tzset()

@@ -3,6 +3,8 @@ batch."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from peakcast.core.fields import FrozenMapping, build, to_mapping
 from peakcast.dialects.common.own_networks import LITGPT, TORCHTUNE, library_of, of_any_release, own_network
 from peakcast.jobs.allocator_settings import Allocator
@@ -14,6 +16,7 @@ from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.models.recipes.chunked import ChunkRule
 
 
+@lru_cache(maxsize=1024)
 def regime(job: TrainingJob) -> TrainingJob:
     """The job on one GPU that has the same recipe as `job`, with the network that its library has of its own, if any.
     What the layout, the optimizer and the allocator do is not recorded, nor what these keep on the host, except ZeRO-3's

@@ -1,6 +1,5 @@
 """The runner keeps every finished row and survives what a cell may do. The cells here are small programs."""
 
-import time
 
 import pytest
 
@@ -66,15 +65,16 @@ def test_a_cell_that_hangs_dies_or_answers_nonsense_is_a_row_that_says_so(tmp_pa
     assert collect(JOBS[:1], shard, CollectSettings(trace=True), work=cell(GOOD)).finished == 1
 
 
-def test_a_hang_is_killed_with_its_children(tmp_path, cell):
+def test_a_hang_is_killed_with_its_children(tmp_path, cell, gone):
     mark = tmp_path / "child"
     text = f"""
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2.5); open({str(mark)!r}, 'w')"])
-    time.sleep(60)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    pathlib.Path({str(mark)!r}).write_text(str(child.pid))
+    time.sleep(600)
     """
-    collect(JOBS[:1], tmp_path / "cells.jsonl", CollectSettings(trace=True, timeout_seconds=1), work=cell(text))
-    time.sleep(2.5)
-    assert not mark.exists()
+    summary = collect(JOBS[:1], tmp_path / "cells.jsonl", CollectSettings(trace=True, timeout_seconds=2), work=cell(text))
+    assert summary.failed == 1
+    assert gone(int(mark.read_text()))
 
 
 def test_the_budget_stops_between_cells(tmp_path, cell):

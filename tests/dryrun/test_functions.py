@@ -170,6 +170,20 @@ def test_time_is_bounded():
     assert time.monotonic() - started < 20
 
 
+def test_where_a_function_was_when_its_time_was_up_is_said():
+    def waits():
+        print("begins")
+        while not os.path.exists("never"):
+            time.sleep(1)
+
+    assert peakcast.dryrun(training(), "A100-80GB").steps == 3  # the process that it is a copy of has started
+    first = waits.__code__.co_firstlineno
+    with pytest.raises(ScriptError, match=rf"test_functions\.py:({first + 2}|{first + 3}); give it more time") as caught:
+        peakcast.dryrun(waits, "A100-80GB", timeout_seconds=4)
+    assert caught.value.last_lines == ["begins"]
+
+
+@pytest.mark.whole  # fifteen seconds, of which a script's process needs some to start; a function's does not
 def test_where_a_script_was_when_its_time_was_up_is_said(tmp_path):
     script = tmp_path / "waits.py"
     script.write_text("import os, time\nprint('begins')\nwhile not os.path.exists('never'):\n    time.sleep(1)\n")

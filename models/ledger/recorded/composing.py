@@ -234,10 +234,12 @@ def _adapter_instants(walk: Walk, stretches: tuple[int, int], made: Mapping[Modu
     found: dict[str, dict[str, int]] = {"forward": {}, "again": {}, "backward": {}}
     for stretch in stretches:
         for visit in walk.visits[stretch]:
-            matrix = ModulePath.of(visit.module.removesuffix(".default"))  # peft's name of an adapter that was given none
-            at = made.get(matrix, visit.instant) if visit.runs == "backward" else visit.instant
-            if visit.enters and matrix.name in ADAPTER_MATRICES and at < len(walk.labels[stretch]):
-                found[visit.runs].setdefault(str(matrix), at)
+            matrix = visit.module.removesuffix(".default")  # peft's name of an adapter that was given none
+            if not visit.enters or matrix.rpartition(".")[2] not in ADAPTER_MATRICES:
+                continue
+            at = made.get(ModulePath.of(matrix), visit.instant) if visit.runs == "backward" else visit.instant
+            if at < len(walk.labels[stretch]):
+                found[visit.runs].setdefault(matrix, at)
     return OperationInstants(**found)
 
 

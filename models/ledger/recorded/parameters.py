@@ -11,8 +11,10 @@ from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.models.ledger.layouts.base import StoredTensor, is_decayed
 from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of, module_of
 from peakcast.models.recipes.recipe import Recipe
-from peakcast.models.recipes.walk import WalkedParameter
 from peakcast.timelines.places import block_name
+
+_Sizes = tuple[tuple[int, ...], int, int, bool, bool]
+"""Of a weight: its shape, bytes of an element and of a gathered one, whether it trains and whether it is decayed."""
 
 
 def with_recorded_network(job: TrainingJob, recipe: Recipe) -> TrainingJob:
@@ -24,22 +26,18 @@ def with_recorded_network(job: TrainingJob, recipe: Recipe) -> TrainingJob:
 
 def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor, ...]:
     """Every tensor of the network as a rank stores it, in the order of the modules."""
-    found: dict[str, list[WalkedParameter]] = {}
-    for weight in recipe.walk.parameters:
-        found.setdefault(weight.module, []).append(weight)
+    stored, used = (int(DTYPE_BYTES[one]) for one in (job.precision.parameters, gathered_dtype(job)))
+    adapters, mixes = int(DTYPE_BYTES[adapter_dtype(job)]), mixes_precision(job)
+    found: dict[str, list[tuple[str, _Sizes]]] = {}
+    for module, name, shape, size, trains in recipe.walk.parameters:
+        own = stored if size == used else size  # what the library keeps in fp32 stays in fp32
+        if module_of(name).is_adapter:
+            own = adapters
+        gathered = used if mixes and own > 1 else own  # packed bytes are not cast
+        found.setdefault(module, []).append((name, (shape, own, gathered, trains, is_decayed(name, shape))))
     deep = recipe.deep()
     before, after = recipe.walk.num_places, deep.num_places
     order = [(block_name(place, after), block_name(source, before)) for place, source in enumerate(deep.sources.tolist())]
     last = {BlockKind.LAYER: 1, BlockKind.HEAD: 2}  # after the embedding and what is between layers
     order.sort(key=lambda names: last.get(block_of(names[0]), 0))
-    stored, used = (int(DTYPE_BYTES[one]) for one in (job.precision.parameters, gathered_dtype(job)))
-    adapters, mixes = int(DTYPE_BYTES[adapter_dtype(job)]), mixes_precision(job)
-    tensors = []
-    for module, source in order:
-        for _, name, shape, size, trains in found.get(source, []):
-            own = stored if size == used else size  # what the library keeps in fp32 stays in fp32
-            if module_of(name).is_adapter:
-                own = adapters
-            gathered = used if mixes and own > 1 else own  # packed bytes are not cast
-            tensors.append(StoredTensor(name, module, shape, own, gathered, trains, decays=is_decayed(name, shape)))
-    return tuple(tensors)
+    return tuple(StoredTensor(name, module, *own) for module, source in order for name, own in found.get(source, ()))
