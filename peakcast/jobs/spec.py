@@ -194,6 +194,10 @@ class ActivationCheckpointing:
     def __post_init__(self) -> None:
         require_positive(self, "every_n_layers", "num_layers", where="activation_checkpointing.")
 
+    def recomputes(self, index: int) -> bool:
+        """Whether decoder layer `index` is checkpointed, so that its forward runs again in backward."""
+        return self.mode != "none" and index % self.every_n_layers == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:

@@ -384,16 +384,10 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         frozen_get_gradients=frozen_get_gradients(job),
     )
     compiled, kernels = context.compiled, _kernels(conventions(job))
-    if context.divided_by_hooks and is_recomputed(job, index):
+    if context.divided_by_hooks and job.activation_checkpointing.recomputes(index):
         compiled -= {"layers"}  # torch.utils.checkpoint switches Dynamo off, unless a graph has it
     kernels = kernels.layer_compiled() if "layers" in compiled else kernels
     return replace(context, layer=layer, linears=linears, kernels=kernels, compiled=compiled)
-
-
-def is_recomputed(job: TrainingJob, index: int) -> bool:
-    """Whether decoder layer `index` is checkpointed, so that its forward runs again in backward."""
-    checkpointing = job.activation_checkpointing
-    return checkpointing.mode != "none" and index % checkpointing.every_n_layers == 0
 
 
 def _first_linear(architecture: Architecture) -> str:

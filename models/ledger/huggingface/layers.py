@@ -11,7 +11,7 @@ from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.embedding import embedding
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.checkpoint import recompute
-from peakcast.models.ledger.huggingface.contexts import context_again, is_recomputed, keeping_matmuls, layer_contexts
+from peakcast.models.ledger.huggingface.contexts import context_again, keeping_matmuls, layer_contexts
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 
@@ -23,7 +23,7 @@ class Blocks:
         self.job = job
         self.context = context
         self.contexts = layer_contexts(context, job)
-        recomputed = [is_recomputed(job, layer) for layer in range(job.architecture.num_hidden_layers)]
+        recomputed = [*map(job.activation_checkpointing.recomputes, range(job.architecture.num_hidden_layers))]
         self.recomputed = recomputed
         self.compiled = _compiled_alone(job, self.contexts)
         # accelerate's FSDP2 compiles layers in place: their hooks break the graph, inside the checkpoint

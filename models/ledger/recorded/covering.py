@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from peakcast.core.errors import near_misses
 from peakcast.core.fields import FrozenMapping
@@ -84,7 +85,7 @@ def with_other_kernels(job: TrainingJob) -> tuple[Finding, ...]:
     if lent() is not None or own_network(job) is not None:
         return ()
     chosen = conventions(job)
-    run = {"liger_kernels": True} if chosen.get("liger_kernels") else {}
+    run: dict[str, Any] = {"liger_kernels": True} if chosen.get("liger_kernels") else {}
     run |= {"loss_kernel": TILES} if chosen.get("loss_kernel") == TILES else {}
     seen = conventions(job.replace(versions=FrozenMapping(), framework_options=FrozenMapping(run)))
     used = KERNELS if job.finetuning.method == "full" else (*KERNELS, "lora_kernel")
