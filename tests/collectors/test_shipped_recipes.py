@@ -10,6 +10,7 @@ import pytest
 
 from peakcast.api import predict, read
 from peakcast.collectors.measure.grid import expand
+from peakcast.dialects.huggingface import trl_loss
 from peakcast.doors import shipping
 from peakcast.models.recipes import shelf, shipped
 
@@ -109,8 +110,9 @@ def test_a_shipped_recipe_covers_a_published_configuration(name: str) -> None:
 
 def test_a_trainers_bf16_is_answered_without_recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As its arguments are read: float32 weights under autocast, no checkpoints, short sequences and many of them. They may
-    also be TRL's, whose loss no recipe that comes with peakcast has."""
+    also be TRL's, of which whole logits are counted where TRL is not installed to record its head."""
     monkeypatch.setenv("PEAKCAST_RECORD", "never")
+    monkeypatch.setattr(trl_loss, "find_spec", lambda name: None)
     xlm_roberta = {"model_type": "xlm-roberta", "hidden_size": 768, "intermediate_size": 3072, "vocab_size": 250002}
     xlm_roberta |= {
         "num_attention_heads": 12,
@@ -126,7 +128,7 @@ def test_a_trainers_bf16_is_answered_without_recording(monkeypatch: pytest.Monke
         assert shelf.recipe_of(read(asked).job) is not None
     found = predict(asked, "A100-80GB")
     assert found.assumptions
-    assert any("may also be" in finding.sentence and "not known here" in finding.sentence for finding in found.found)
+    assert any("TRL's trainers" in one.sentence and "GiB would be allocated and not" in one.sentence for one in found.found)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ READ = {
     "swift_benchmark": (read_swift_benchmark, {"A100-80GB": 49}),
     "litgpt_finetune": (read_litgpt_finetune, {"A10G": 45}),
     "torchtune_readme": (read_torchtune_readme, {"A100-80GB": 10}),
-    "litgpt_resources": (read_litgpt_resources, {"A100-40GB": 67}),
+    "litgpt_resources": (read_litgpt_resources, {"A100-40GB": 69}),
     "torchao_optimizers": (read_torchao_optimizers, {"A100-80GB": 4}),
     "axolotl_examples": (read_axolotl_examples, {"H100-80GB": 6, "L40S": 2, "RTX4090": 1}),
     "deepspeed_trainer": (read_deepspeed_trainer, {"RTX3090": 32, "A100-80GB": 29}),

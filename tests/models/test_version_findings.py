@@ -20,8 +20,8 @@ WIDENED = {
     "framework_options": {"autocast": True},
     "attention": "flash_attention_2",
     "activation_checkpointing": {"mode": "full", "use_reentrant": True},
-    "sequence_length": 2048,
-    "micro_batch_size": 4,
+    "sequence_length": 1792,
+    "micro_batch_size": 5,
 }
 
 
