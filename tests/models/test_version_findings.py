@@ -66,15 +66,19 @@ OWN_PROGRAMS = ("litgpt", "torchtune")
 
 @pytest.mark.whole
 def test_no_published_row_without_its_versions_is_far_off_in_silence():
-    """Of hundreds of peaks that are more than 10 % off, one answer names no cause: device memory of a run of the table
-    whose processes hold 1.1 GiB more than their equals elsewhere, 10.9 % off."""
+    """Of hundreds of peaks that are more than 10 % off, two answers name no cause, both of device memory: of a run of the
+    table whose processes hold 1.1 GiB more than their equals elsewhere, 10.9 % off; and of one that is 10.0 % off, whose
+    own releases would reserve 4.98 % less, just below what is said."""
     rows = {
         (row.job, row.gpu, row.rank): row
         for row in load()
         if row.outcome == "ok" and not row.out_of_scope and not row.spoiled
     }
     silent = [case for row in rows.values() for case in _silent(row)]
-    assert silent == ["peak_device_bytes of bigcode/gpt_bigcode-santacoder/1 GPUs/batch 8/full/foak-fast-kernels"]
+    assert sorted(silent) == [
+        "peak_device_bytes of FMSH-249/bigcode/gpt_bigcode-santacoder/1 GPUs/batch 4/full/none",
+        "peak_device_bytes of bigcode/gpt_bigcode-santacoder/1 GPUs/batch 8/full/foak-fast-kernels",
+    ]
 
 
 def _silent(row: Measurement) -> list[str]:
