@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peakcast.core.errors import PeakcastError
-from peakcast.explaining.advice import CANDIDATES, Candidate, changed
+from peakcast.explaining.advice import CANDIDATES, Candidate, Changes, changed
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.shelf import recipe_of, wants_recipe
@@ -22,9 +22,9 @@ def uncompared(job: TrainingJob) -> tuple[Candidate, ...]:
     return tuple(found)
 
 
-def _lacks_recipe(job: TrainingJob, changes: object) -> bool:
+def _lacks_recipe(job: TrainingJob, changes: Changes) -> bool:
     try:
-        other = changed(job, changes)  # type: ignore[arg-type]
+        other = changed(job, changes)
         return wants_recipe(other) and recipe_of(other) is None and not cannot_be_recorded(other)
     except PeakcastError:
         return False

@@ -57,7 +57,7 @@ def _with_an_image(job: TrainingJob, limits: Mapping[str, int | None], settings:
     if not whole_rows or job.loss.kind != "cross_entropy" or not 0 < side**2 < job.sequence_length * PIXELS_OF_A_TOKEN:
         return job
     settings.notes.assumptions.append(
-        f"each sequence has an image of the most pixels that {key} allows, {side} x {side}; data without images need less, "
-        "and more of them more: --images-per-sequence 0."
+        f"each sequence has an image of the most pixels that {key} allows, {side} x {side}; --images-per-sequence "
+        "says how many. Text alone needs less: --set images.per_sequence=0 --set images.height=null."
     )
     return job.replace(images=Images(per_sequence=1, height=side))

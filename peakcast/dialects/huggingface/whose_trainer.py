@@ -22,7 +22,7 @@ OF_EXAMPLES = re.compile(
     r"|line_by_line|pad_to_max_length|low_cpu_mem_usage|overwrite_cache|task_name|(text|label)_column_names?|label_all_tokens"
     r"|(source|target)_(lang|prefix)|forced_bos_token|num_beams|val_max_target_length|ignore_pad_token_for_loss|\w+_column"
     r"|lang|predict_with_generate|generation_(max_length|num_beams|config)|resize_position_embeddings"
-    r"|(train|eval)_split_name|language|task|(min|max)_duration_in_seconds|forced_decoder_ids|suppress_tokens"
+    r"|(train|eval)_split_name|(min|max)_duration_in_seconds|forced_decoder_ids|suppress_tokens"
     r"|doc_stride|version_2_with_negative|n_best_size|max_answer_length|null_score_diff_threshold|return_entity_level_metrics"
 )
 """Keys of transformers' example scripts that TRL does not have. `do_train` is in TrainingArguments, but TRL's scripts train

@@ -152,7 +152,7 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         spell=speller(TRAINING, ADAPTER, {"moe_aux_loss_coef": BALANCING}),
     )
     asks = settings.given("image_max_pixels") or sees_images(translation.job.architecture)
-    limits = {"image_max_pixels": settings.integer("image_max_pixels", MOST_PIXELS)} if asks else {}
+    limits = {"image_max_pixels": settings.integer("image_max_pixels", DEFAULT_PIXELS)} if asks else {}
     for key, optimizer in OWN_OPTIMIZERS.items():
         if settings.switch(key):
             translation = translation.changed(partial(TrainingJob.replace, optimizer=optimizer))
@@ -221,7 +221,7 @@ FREEZING = {
     "language": "freeze_language_model",
 }
 """Part of a vision-language model -> the key that freezes it (hparams/finetuning_args.py)."""
-MOST_PIXELS = 768 * 768
+DEFAULT_PIXELS = 768 * 768
 """Of an image, unless `image_max_pixels` says otherwise (0.9.5 hparams/model_args.py)."""
 
 
