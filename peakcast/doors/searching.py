@@ -30,13 +30,7 @@ def ask(
         hint = near_misses(find, ASKED) or "."
         raise SpecError(f"find={find!r} is not known{hint} Known: {', '.join(ASKED)}.", parameter="find", value=find)
     _refuse_unheard(find, num_gpus, global_batch_size, job)
-    if job.task != "train" and find not in (*MOST, "model"):
-        raise SpecError(
-            "task='inference' has no layouts to search; ask for the largest batch or prompt that fits, with find "
-            "micro_batch_size or sequence_length.",
-            parameter="task",
-            value=job.task,
-        )
+    _refuse_layouts_of_generation(job, devices, find, prices)
     if len(devices) != 1 or prices:
         return _which_type(job, devices, find, prices, num_gpus, global_batch_size, settings)
     (device,) = devices
@@ -49,6 +43,28 @@ def ask(
     if find == "model":
         return biggest_model(job, device, settings)
     return largest(job, device, find, settings)
+
+
+def _refuse_layouts_of_generation(
+    job: TrainingJob, devices: Sequence[Device], find: str, prices: Mapping[str, float]
+) -> None:
+    """Refuse to rank layouts, or GPU types, of a generation: a plan's time is that of a training step."""
+    if job.task == "train":
+        return
+    if find == "plans":
+        raise SpecError(
+            "task='inference' has no layouts to search; ask for the fewest GPUs that hold it, with find num_gpus, or for "
+            "the largest batch or prompt that fits, with find micro_batch_size or sequence_length.",
+            parameter="task",
+            value=job.task,
+        )
+    if len(devices) > 1 or prices:
+        raise SpecError(
+            "task='inference' is searched for one GPU type at a time and without prices, because the speed of generation "
+            "is not estimated; give one --gpu.",
+            parameter="task",
+            value=job.task,
+        )
 
 
 def _which_type(
@@ -78,6 +94,9 @@ def _refuse_unheard(find: str, num_gpus: int | None, global_batch_size: int | No
     if find == "num_gpus" and num_gpus is not None:
         sentence = f"find='num_gpus' looks for the number of GPUs itself; leave num_gpus={num_gpus} out."
         raise SpecError(sentence, parameter="num_gpus", value=num_gpus)
+    if find == "num_gpus" and job.task == "inference" and global_batch_size is not None:
+        sentence = f"global_batch_size={global_batch_size} is of training; a generation has micro_batch_size: leave it out."
+        raise SpecError(sentence, parameter="global_batch_size", value=global_batch_size)
     if find in ("plans", "num_gpus"):
         return
     if num_gpus not in (None, here):

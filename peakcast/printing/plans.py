@@ -205,7 +205,9 @@ def largest_text(found: Largest) -> str:
     network = found.plan.job.architecture
     if found.asked == "sequence_length" and 0 < network.max_position_embeddings < int(found.value):
         text += f" {network.name} is made for {network.max_position_embeddings:,} positions (max_position_embeddings)."
-    if fewest:
+    if fewest and found.plan.job.task == "inference":  # a plan's extra time is that of a training step
+        text += f" They share each layer: --tensor-parallel-size {found.value}."
+    elif fewest:
         text += "\n\n" + "\n".join(_table([found.plan]))
     return text
 

@@ -147,7 +147,8 @@ def _help(p: Answer) -> str:
     named = ", ".join(fitting[:NUM_GPUS])
     further = f" and {len(fitting) - NUM_GPUS} more" if len(fitting) > NUM_GPUS else ""
     gpus = f"Fits as it is on {named}{further}" if fitting else "Surely fits as it is on none of the catalog's GPU types"
-    return f"{_steps(p)}\n{wrapped(f'{gpus}. More GPUs: `peakcast search`.')}"
+    search = "peakcast search --find num_gpus" if p.job.task == "inference" else "peakcast search"
+    return f"{_steps(p)}\n{wrapped(f'{gpus}. More GPUs: `{search}`.')}"
 
 
 def _warnings(p: Prediction) -> list[Finding]:

@@ -107,7 +107,10 @@ def fewest_gpus(
     *,
     most: int = 4096,
 ) -> Largest:
-    """The fewest GPUs (a power of two, up to `most`) on which some plan surely fits."""
+    """The fewest GPUs (a power of two, up to `most`) on which some plan surely fits. Generation is only split by tensor
+    parallelism, over the GPUs of one node."""
+    if job.task == "inference":
+        return _fewest_for_generation(job, device, settings)
     before: Found | None = None
     for num_gpus in (1 << k for k in range(most.bit_length())):
         try:
@@ -120,6 +123,21 @@ def fewest_gpus(
             return Largest(asked="num_gpus", value=num_gpus, plan=found.plans[0], beyond=beyond, beyond_fits=verdict)
         before = found
     return Largest(asked="num_gpus", value=None, plan=None, beyond=most, beyond_fits="no")
+
+
+def _fewest_for_generation(job: TrainingJob, device: Device, settings: SearchSettings) -> Largest:
+    """The fewest GPUs of a node on which `job` surely fits if they share each layer (tensor parallelism)."""
+    beyond, verdict = None, None
+    for num_gpus in (1 << k for k in range(settings.gpus_per_node.bit_length())):
+        try:
+            spread = job.replace(parallelism=replace(job.parallelism, tensor_parallel_size=num_gpus))
+        except SpecError:  # heads that this number does not divide
+            continue
+        plan = planned(spread, device, None, settings.findings)
+        if plan is not None and plan.fits == "yes":
+            return Largest(asked="num_gpus", value=num_gpus, plan=plan, beyond=beyond, beyond_fits=verdict)
+        beyond, verdict = num_gpus, plan.fits if plan is not None else "no"
+    return Largest(asked="num_gpus", value=None, plan=None, beyond=beyond, beyond_fits=verdict)
 
 
 def biggest_model(job: TrainingJob, device: Device, settings: SearchSettings = USUAL) -> Largest:

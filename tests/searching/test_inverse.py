@@ -75,3 +75,26 @@ def test_lengths_beyond_the_networks_positions_are_said():
 def test_options_that_a_question_does_not_hear_are_refused(options, words):
     with pytest.raises(SpecError, match=words):
         api.search(ADAPTERS, "A100-80GB", **options)
+
+
+def test_a_generation_is_split_by_tensor_parallelism_over_the_fewest_gpus():
+    job = {"architecture": "llama-3.1-70b", "task": "inference", "micro_batch_size": 8}
+    found = api.search(job, "H100-80GB", find="num_gpus")
+    assert (found.value, found.plan.job.parallelism.tensor_parallel_size) == (2, 2)
+    assert (found.beyond, found.beyond_fits) == (1, "no")
+    assert api.predict(found.plan.job, "H100-80GB").fits == "yes"
+    assert "--tensor-parallel-size 2" in search_text(found)
+    assert api.search({**job, "architecture": "llama-3.1-405b"}, "L4", find="num_gpus").value is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "way_out"),
+    [
+        ("H100-80GB", {}, "find num_gpus"),
+        (["H100-80GB", "L4"], {"find": "num_gpus"}, "one --gpu"),
+        ("H100-80GB", {"find": "num_gpus", "global_batch_size": 8}, "leave it out"),
+    ],
+)
+def test_what_is_not_searched_of_a_generation_is_refused_with_a_way_out(gpus, asked, way_out):
+    with pytest.raises(SpecError, match=way_out):
+        api.search({"architecture": "llama-3.1-8b", "task": "inference"}, gpus, **asked)
