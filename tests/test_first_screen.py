@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from peakcast import api
 from peakcast.commands import cli
 from peakcast.jobs.adapter_settings import RANKED
+from peakcast.printing.screen import prediction_text
 
 
 @pytest.mark.parametrize("method", sorted({*RANKED, "ia3"} - {"qlora", "oft"}))
@@ -24,3 +26,18 @@ def test_the_columns_of_a_peak_above_1000_gib_are_apart(capsys):
     for row in rows[:3]:
         lower, peak, upper = (float(row[column].replace(",", "")) for column in (2, 1, 4))
         assert 1000 < lower <= peak <= upper
+
+
+def test_where_host_memory_decides_what_lowers_the_gpus_peak_is_not_advised():
+    job = {
+        "architecture": "llama-3.1-8b",
+        "framework": "deepspeed",
+        "parallelism": {"data_parallel_size": 8, "zero_stage": 3},
+        "offload": {"optimizer": True},
+    }
+    answer = api.predict(job, "H100-80GB", host_memory_gib=32)
+    assert (answer.fits, answer.limit.quantity) == ("no", "peak_host_bytes")
+    text = " ".join(prediction_text(answer).split())
+    assert "First to try: more host memory for each rank" in text
+    assert "(--set offload.optimizer=false)" in text
+    assert "allocated peak:" not in text

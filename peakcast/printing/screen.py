@@ -142,13 +142,23 @@ def _ranks(p: Answer) -> str:
 
 
 def _help(p: Answer) -> str:
-    """What would make the job fit: changes, larger GPU types, more GPUs."""
+    """What would make the job fit: changes, larger GPU types, more GPUs; or less in host memory, if that decides."""
+    if p.limit.quantity == "peak_host_bytes":
+        return _host_help(p.job)
     fitting = [gpu.gpu for gpu in p.gpus if gpu.fits == "yes"]
     named = ", ".join(fitting[:NUM_GPUS])
     further = f" and {len(fitting) - NUM_GPUS} more" if len(fitting) > NUM_GPUS else ""
     gpus = f"Fits as it is on {named}{further}" if fitting else "Surely fits as it is on none of the catalog's GPU types"
     search = "peakcast search --find num_gpus" if p.job.task == "inference" else "peakcast search"
     return f"{_steps(p)}\n{wrapped(f'{gpus}. More GPUs: `{search}`.')}"
+
+
+def _host_help(job: TrainingJob) -> str:
+    """What would make a job fit that needs too much host memory: changes that lower a GPU's peak would not."""
+    offloaded = (name for name in ("parameters", "optimizer", "activations") if getattr(job.offload, name))
+    flags = " or ".join(f"--set offload.{name}=false" for name in offloaded)
+    less = f", or less that is kept there ({flags})" if flags else ""
+    return wrapped(f"First to try: more host memory for each rank, by nodes of fewer GPUs (--gpus-per-node){less}.")
 
 
 def _warnings(p: Prediction) -> list[Finding]:
