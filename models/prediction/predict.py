@@ -29,6 +29,7 @@ from peakcast.models.prediction.loss_chunks import with_loss_chunks
 from peakcast.models.prediction.outside_findings import outside_estimated
 from peakcast.models.prediction.verdict import judge, leaves_out, limits, prevented
 from peakcast.models.prediction.version_findings import versions_matter
+from peakcast.models.prediction.zero3_findings import weights_stay_gathered
 from peakcast.models.recipes.baseline_choice import seen_run
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def predict(
     judged = judge(intervals, limits(job, device), reasons)
     noticed = [*reasons, judged.finding, *cache_findings(base, usable_bytes(job, device))]
     noticed.append(outside_estimated(base, intervals["peak_device_bytes"].point))
+    noticed.append(weights_stay_gathered(job, base))
     told: dict[str, Any] = {**intervals, **_from_baseline(base)}
     here = copy_context()  # what is computed later uses the timelines chosen now
     return Prediction(

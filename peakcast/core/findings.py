@@ -77,6 +77,7 @@ KINDS = {
     "reserved_beyond_replay": Kind("published runs of such jobs hold more than the simulated allocator reserves"),
     "allocator_retries": Kind("the simulated allocator runs out of memory, or nearly, and frees its cache to go on"),
     "blocks_wait": Kind("the cache has blocks that wait for the GPU, as many as there can be"),
+    "weights_stay_gathered": Kind("a release of DeepSpeed keeps weights whole that others release during backward"),
     "default_changed": Kind("the default of a setting does not suit this network; the sentence says what is assumed"),
     "value_assumed": Kind("a script that ran on fake tensors read a value that only a run on data has, and was given one"),
     "timing_assumed": Kind("what a script keeps depends on how fast CPU and GPU are, which a dry run does not measure"),

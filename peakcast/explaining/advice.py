@@ -57,6 +57,12 @@ def _selective(job: TrainingJob) -> Changes:
     return _when(job.activation_checkpointing.mode == "none", {"activation_checkpointing.mode": "selective"})
 
 
+def _not_reentrant(job: TrainingJob) -> Changes:
+    checkpointing = job.activation_checkpointing
+    reentrant = checkpointing.mode != "none" and checkpointing.use_reentrant and job.framework != "megatron"
+    return _when(reentrant, {"activation_checkpointing.use_reentrant": False})
+
+
 def _smaller_micro_batch(job: TrainingJob) -> Changes:
     """The same tokens per optimizer step in twice as many micro-batches."""
     smallest = next((d for d in range(2, job.micro_batch_size + 1) if job.micro_batch_size % d == 0), 0)
@@ -190,6 +196,7 @@ CANDIDATES = (
     Candidate("fused-loss", "Fuse the output layer with the loss (Liger's kernel)", FREE, _fused_loss),
     Candidate("fused-loss", "Fuse the vocabulary-parallel loss", FREE, _fused_megatron_loss),
     Candidate("checkpointing", "Recompute activations in the backward pass", RECOMPUTES, _checkpointing),
+    Candidate("not-reentrant", "Recompute without reentrant autograd", FREE, _not_reentrant),
     Candidate("selective-checkpointing", "Recompute the attention core only", "a few percent more work", _selective),
     Candidate(
         "smaller-micro-batch",

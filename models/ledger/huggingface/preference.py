@@ -48,10 +48,7 @@ NAME = "reference."
 
 def as_trained(job: TrainingJob) -> TrainingJob:
     """`job` with the network as its trainer builds it: with its `nn.Dropout`s switched off (trl 1.16.0 `trainer/utils.py`
-    disable_dropout_in_model), which only GRPO leaves on; for a classifier without a table shared with the head; under
-    ZeRO-3 with adapters checkpointed with use_reentrant, whatever the job says."""
-    if job.loss.kind != "cross_entropy" and job.finetuning.method != "full" and job.parallelism.zero_stage == 3:
-        job = job.replace(activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=True))
+    disable_dropout_in_model), which only GRPO leaves on; for a classifier without a table shared with the head."""
     if (network := trained_network(job)).head != "language_model":
         network = replace(network, tie_word_embeddings=False)
     job = job if network is job.architecture else job.replace(architecture=network)

@@ -307,6 +307,12 @@ ZERO = Section(
     unknown(_STAGE, job.changes_dtype,
             "computed in the dtype of the weights only, not {precision.parameters!r} in {precision.compute!r}; where its "
             "configuration enables bf16 or fp16, weights are narrow and precision.main_parameters is 'float32'."),
+    fails("activation_checkpointing.use_reentrant",
+          job.zero3 & job.adapts & job.checkpoints & ~job.reentrant & above("parallelism.data_parallel_size", 1)
+          & option("reassigns_recomputed_weights", False),
+          "of adapters, before DeepSpeed 0.19.3, with reentrant checkpointing only: without it torch finds frozen weights "
+          "partitioned again when it recomputes and raises CheckpointError (DeepSpeed pull request 8148); set "
+          "use_reentrant=true, or take DeepSpeed 0.19.3."),
     more("finetuning.method", job.zero3 & differs("adapters under ZeRO-3") & job.adapts,
          "without adapters on GPT-Neo only, whose frozen weights stay gathered longer in backward."),
     more(_STAGE, job.zero3 & job.keeps_torchs_linear & job.ties_embeddings & above("parallelism.data_parallel_size", 1),

@@ -59,11 +59,14 @@ def _shorter_default(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _checkpointing_as_released(job: TrainingJob, values: Mapping[str, Any]) -> TrainingJob:
-    """`job` with reentrant or non-reentrant checkpointing, by the default of its release, if the job does not give it."""
+    """`job` with reentrant or non-reentrant checkpointing, by the default of its release, if the job does not give it.
+    TRL's preference trainers make it reentrant for adapters under ZeRO-3."""
     said = values.get("activation_checkpointing")
     if job.activation_checkpointing.mode == "none" or (isinstance(said, Mapping) and "use_reentrant" in said):
         return job
-    reentrant = bool(conventions(job).get("reentrant_checkpoints", False))
+    chosen = conventions(job)
+    adapts = job.finetuning.method != "full" and job.parallelism.zero_stage == 3 and job.loss.kind != "cross_entropy"
+    reentrant = bool(chosen.get("reentrant_checkpoints") or (adapts and chosen.get("trl_reentrant_in_zero3")))
     return job.replace(activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=reentrant))
 
 

@@ -24,6 +24,7 @@ from peakcast.dialects.huggingface.older_releases import differ, older_releases
 from peakcast.dialects.huggingface.post_training import KEYS_OF_METHODS, method_called, method_of, with_method
 from peakcast.dialects.huggingface.quantization import STORAGES
 from peakcast.dialects.huggingface.trl_adapters import trl_computes_in, with_casts_of_trl
+from peakcast.dialects.huggingface.trl_checkpoints import take_checkpoints
 from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
 from peakcast.dialects.huggingface.trl_loss import take_sft_loss, with_sft_loss
 from peakcast.dialects.huggingface.vision import take_images
@@ -154,12 +155,17 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     adapter, quantization = _adapter(parts, training, notes, pasted.program, trl=whose.trl)
     if quantization:
         training["quantization_config"] = quantization
-    adapter = _as_trl_makes(adapter, deepspeed) if whose.trl and not quantization else adapter
+    adapts_in_stage_3 = adapter is not None and _has_stage_3(deepspeed)
+    if whose.trl and adapts_in_stage_3 and not quantization:
+        adapter = {**adapter, "autocast_adapter_dtype": False}  # trl 1.16.0 sft_trainer.py, `get_peft_model_kwargs`; see
+        # also `conventions.adapter_dtype`: before these releases of trl DeepSpeed's engine narrowed adapters
     method = method_of(pasted.program, training)
     generation = _generation(training, notes, method) if method_called(method).kind == "grpo" else None
     _note_loss(training, method, notes)
     versions = pasted.versions.of("huggingface")
     loss_options = take_sft_loss(training, method, versions, notes) if whose.trl else {}
+    if whose.trl:
+        take_checkpoints(training, method, adapts_in_stage_3, versions, notes)
     with_parts = take_images(training, notes)
     training[BALANCING] = bool(Settings(training, notes, "trl").number("router_aux_loss_coef"))  # SFTTrainer.__init__
     training.pop("router_aux_loss_coef", None)
@@ -180,12 +186,9 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     return notes.finish(with_parts(job))
 
 
-def _as_trl_makes(adapter: Mapping[str, Any] | None, deepspeed: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """`adapter` in the dtype of the weights under ZeRO-3, as TRL's trainers make it (trl 1.16.0 trainer/sft_trainer.py,
-    `get_peft_model_kwargs`). Before them DeepSpeed's engine did (`conventions.adapter_dtype`)."""
+def _has_stage_3(deepspeed: Mapping[str, Any] | None) -> bool:
     zero = (deepspeed or {}).get("zero_optimization")
-    of_stage_3 = isinstance(zero, Mapping) and str(zero.get("stage")) == "3"
-    return {**adapter, "autocast_adapter_dtype": False} if adapter is not None and of_stage_3 else adapter
+    return isinstance(zero, Mapping) and str(zero.get("stage")) == "3"
 
 
 def _take_defaults(
