@@ -228,7 +228,8 @@ def _generation(settings: Settings, training: dict[str, Any]) -> Generation:
     notes.assumptions.append(f"the sequences of the actor's update are prompts with their completions, of {length} tokens.")
     together = settings.switch("colocate_all_models")
     share = 0.0
-    if together and settings.integer("vllm_num_engines", 0, least=0):
+    # cli/train_ppo_ray.py shares GPUs with vLLM `if args.colocate_all_models and not args.async_train`
+    if together and not settings.switch("async_train") and settings.integer("vllm_num_engines", 0, least=0):
         share = settings.number("vllm_gpu_memory_utilization", 0.95) or 0.0
     sleeps = settings.switch("vllm_enable_sleep")
     where = f"vLLM takes vllm_gpu_memory_utilization={share:g} × the same GPU's memory" if share else "vLLM has other GPUs"

@@ -22,6 +22,7 @@ OLDER = {
     "train.micro_batch_size": "micro_train_batch_size", "train.batch_size": "train_batch_size",
     "train.dynamic_batch_enable": "use_dynamic_batch", "train.max_tokens_per_gpu": "train_max_tokens_per_gpu",
     "train.colocate_all": "colocate_all_models", "train.colocate_actor_ref": "colocate_actor_ref",
+    "train.async_enable": "async_train",
     "train.enable_ema": "enable_ema", "data.max_len": "max_len", "rollout.max_new_tokens": "generate_max_len",
     "actor.num_nodes": "actor_num_nodes", "actor.num_gpus_per_node": "actor_num_gpus_per_node",
     "vllm.num_engines": "vllm_num_engines", "vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization",

@@ -54,3 +54,10 @@ def test_muon_is_the_engines_optimizer():
 def test_a_method_has_its_own_usual_length():
     command = "deepspeed --module openrlhf.cli.train_{} --pretrain qwen2.5-7b --zero_stage 2 --micro_train_batch_size 1\n"
     assert [translation_of(command.format(name)).job.sequence_length for name in ("sft", "dpo", "rm")] == [2048, 512, 512]
+
+
+@pytest.mark.parametrize(("flag", "share"), [("", 0.5), ("--train.async_enable", 0.0)])
+def test_vllm_has_gpus_of_its_own_where_it_generates_beside_the_update(flag, share):
+    """openrlhf cli/train_ppo_ray.py: `if args.train.colocate_all and not args.train.async_enable`."""
+    awake = NEWER_PPO.replace("--vllm.enable_sleep ", f"{flag} ")
+    assert translation_of(f"{awake}\n").job.other_memory_fraction == share

@@ -73,3 +73,10 @@ def test_an_evaluation_of_more_sequences_than_training_passes_is_said():
     eight = "--per_device_eval_batch_size 8"
     for other in (held_out, f"{LORA} {eight}", f"{held_out} --eval_strategy no {eight}"):
         assert not any("Evaluation" in said for said in translation_of(f"{other}\n").unsupported)
+
+
+@pytest.mark.parametrize(("processes", "spread"), [("", 4), ("NPROC_PER_NODE=2 ", 2), ("NPROC_PER_NODE=4 ", 1)])
+def test_a_network_is_said_to_lie_on_the_gpus_that_have_no_process_of_their_own(processes, spread):
+    command = f"CUDA_VISIBLE_DEVICES=0,1,2,3 {processes}swift sft --model Qwen/Qwen2-7B-Instruct --train_type lora\n"
+    read = translation_of(command)
+    assert any(f"layers over {spread} of the 4 GPUs" in sentence for sentence in read.unsupported) is (spread > 1)

@@ -197,17 +197,17 @@ def _gpus(settings: Settings, pasted: Pasted, launcher: Launcher) -> int:
     if launcher.num_gpus is not None:
         return launcher.num_gpus
     sizes = [str(settings.raw(name.lower()) or env.get(name, "")) for name in ("NPROC_PER_NODE", "NNODES")]
+    processes = int(sizes[0]) if sizes[0].isdecimal() else 1
+    if processes < seen:
+        settings.notes.unsupported.append(
+            f"With NPROC_PER_NODE={processes} ms-swift spreads each network's layers over {seen // processes} of the "
+            f"{seen} GPUs of CUDA_VISIBLE_DEVICES, which is not modelled: all of them are counted on one.",
+            "CUDA_VISIBLE_DEVICES",
+            "less",
+        )
     if not sizes[0].isdecimal():
-        if seen > 1:
-            settings.notes.unsupported.append(
-                f"Without NPROC_PER_NODE ms-swift spreads the layers over the {seen} GPUs of CUDA_VISIBLE_DEVICES, which "
-                f"is "
-                "not modelled: all of them are counted on one.",
-                "CUDA_VISIBLE_DEVICES",
-                "less",
-            )
         return pasted.gpus(settings.notes) if "NPROC_PER_NODE" not in env and seen == 1 else 1
-    return int(sizes[0]) * (int(sizes[1]) if sizes[1].isdecimal() else 1)
+    return processes * (int(sizes[1]) if sizes[1].isdecimal() else 1)
 
 
 def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, Any]:
