@@ -255,6 +255,12 @@ LAUNCHES = [
         "dpo.py",
         16,
     ),
+    (
+        "uv run python mason.py --num_nodes 4 --gpus 8 -- source env.sh \\&\\& torchrun --nnodes 4 --nproc_per_node 8 "
+        "open_instruct/dpo.py --bf16",
+        "dpo.py",
+        32,
+    ),
     ("swift export --model a\nNPROC_PER_NODE=4 megatron sft --model a\nswift infer --model b", "megatron sft", None),
     ("uv run --isolated --extra fsdp -m skyrl.train.main a=1", "skyrl.train.main", None),
     ("srun --container-image x -N 2 torchrun --nproc_per_node 4 pretrain_gpt.py --bf16", "pretrain_gpt.py", 4),

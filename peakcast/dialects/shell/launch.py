@@ -260,8 +260,11 @@ def _with_network(program: str, words: list[str]) -> list[str]:
 
 
 def _after_dashes(words: list[str]) -> list[str]:
-    """The words after `--` if they begin with a launcher, Python, or a program that runs these; else empty."""
+    """The words after `--`, of several commands (`source env.sh \\&\\& torchrun ...`) those of the last one, if they begin
+    with a launcher, Python, or a program that runs these; else empty."""
     rest = words[words.index("--") + 1 :] if "--" in words else []
+    while "&&" in rest:
+        rest = rest[rest.index("&&") + 1 :]
     runs = rest and (rest[0] in SIZES or re.fullmatch(r"python[\d.]*", rest[0]) or _BEFORE.fullmatch(rest[0]))
     return rest if runs else []
 
