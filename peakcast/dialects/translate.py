@@ -72,10 +72,14 @@ def translated(pasted: Pasted, options: ReadOptions = NOTHING) -> Translation:
 
 
 def _with_options(pasted: Pasted, options: ReadOptions) -> Pasted:
-    """`pasted` with what the question gives beside it."""
+    """`pasted` with what the question gives beside it, without files that are in `pasted` already since its launch script
+    names them."""
+    given = companions(options.files)
+    read = [given[name] for name in pasted.used if name in given]
+    given = {name: values for name, values in given.items() if name in pasted.used or values not in read}
     return replace(
         pasted,
-        companions={**companions(options.files), **{name: values for name, values in pasted.companions.items() if values}},
+        companions={**given, **{name: values for name, values in pasted.companions.items() if values}},
         num_gpus=pasted.num_gpus if options.num_gpus is None else options.num_gpus,
         model=options.model or pasted.model,
         versions=options.versions,

@@ -85,3 +85,10 @@ def test_frozen_weights_need_reentrant_checkpoints_before_deepspeed_0_19_3(read,
     answer = api.predict(job, "A100-80GB")
     assert ("CheckpointError" in " ".join(answer.warnings)) is fails
     assert (answer.fits == "yes") is not fails
+
+
+def test_a_file_that_the_command_names_may_be_given_beside_it_too(tmp_path):
+    (tmp_path / "arguments.yaml").write_text(json.dumps(GIVEN))
+    (tmp_path / "run.sh").write_text("trl sft --config arguments.yaml --num_processes 4\n")
+    alone = translation_of(tmp_path / "run.sh").job
+    assert translation_of(tmp_path / "run.sh", ReadOptions(files=(tmp_path / "arguments.yaml",))).job == alone
