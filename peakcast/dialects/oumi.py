@@ -29,6 +29,7 @@ from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.dialects.huggingface.quantization import STORAGES
 from peakcast.dialects.huggingface.trl_adapters import with_casts_of_trl
+from peakcast.dialects.huggingface.trl_checkpoints import has_stage_3, take_checkpoints
 from peakcast.dialects.huggingface.trl_loss import take_sft_loss, with_sft_loss
 from peakcast.dialects.oumi_sharding import (
     OF_DEEPSPEED,
@@ -125,6 +126,9 @@ def from_oumi(pasted: Pasted) -> Translation:
     generation = _generation(settings, training) if trainer == "TRL_GRPO" else None
     versions = _versions(pasted, trainer, notes)
     loss_options = take_sft_loss(training, TRL[trainer], versions, notes) if trainer in TRL else {}
+    if trainer in TRL:
+        adapts_in_stage_3 = adapter is not None and has_stage_3(sharded.deepspeed)
+        take_checkpoints(training, TRL[trainer], adapts_in_stage_3, versions, notes)
     translation = from_huggingface(
         model,
         training,

@@ -14,6 +14,7 @@ from peakcast.dialects.axolotl import keys as keys
 from peakcast.dialects.common.generation import READ, SAMPLING, Generation, generation_of
 from peakcast.dialects.common.mesh import meshed, ranks_of
 from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.required_releases import as_required
 from peakcast.dialects.common.translation import (
     Notes,
     Settings,
@@ -31,8 +32,12 @@ from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.keys import COMPILING
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.dialects.huggingface.quantization import STORAGES
+from peakcast.dialects.huggingface.trl_checkpoints import has_stage_3, take_checkpoints
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
+
+TRL = "1.9"
+"""The release of trl that axolotl 0.19 requires."""
 
 
 def from_axolotl(pasted: Pasted) -> Translation:
@@ -58,6 +63,9 @@ def from_axolotl(pasted: Pasted) -> Translation:
     if settings.switch("sample_packing"):
         _packing(settings, training)
     strategy = _strategy(settings, training, pasted)
+    if method != "sft":  # then a trainer of TRL's
+        adapts_in_stage_3 = adapter is not None and has_stage_3(strategy["deepspeed"])
+        take_checkpoints(training, method, adapts_in_stage_3, {"trl": TRL, **pasted.versions.given}, notes)
     gptq = settings.switch("gptq")
     _rest(settings)
     translation = from_huggingface(
@@ -69,11 +77,11 @@ def from_axolotl(pasted: Pasted) -> Translation:
         spell=speller(keys.TRAINING, keys.ADAPTER),
         widens_for_fsdp=(1,),  # axolotl 0.21 monkeypatch/accelerate/fsdp2.py replaces accelerate's function
     )
-    job = notes.include(translation)
+    job = as_required(notes.include(translation), "axolotl", pasted.versions, notes)
     if gptq and job.finetuning.quantization != "gptq":
         notes.unsupported.append("GPTQ weights (gptq) are not modelled where the network names none.", "gptq", "less")
     job = meshed(_units(_experts(job, settings)), settings, _mesh(settings), fills="shard")
-    made, who = settings.switch("precompute_ref_log_probs"), "trl 1.9, which axolotl 0.19 requires,"
+    made, who = settings.switch("precompute_ref_log_probs"), f"trl {TRL}, which axolotl 0.19 requires,"
     job = with_method(job, method, "rl", notes, generation=generation, precomputed=made, whole_logits=who)
     return notes.finish(job)
 
@@ -220,9 +228,11 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     if word in ("offload", "offload_disk", "unsloth") or settings.switch("gradient_checkpointing"):
         training["gradient_checkpointing"] = True
         given = settings.raw("gradient_checkpointing_kwargs")
-        training["gradient_checkpointing_kwargs"] = given or {"use_reentrant": False}
+        # axolotl 0.19 utils/config/__init__.py normalize_config; core/builders/base.py `_configure_gradient_checkpointing`
+        reentrant = settings.raw("rl") is None and not settings.raw("unfrozen_parameters")
+        training["gradient_checkpointing_kwargs"] = given or {"use_reentrant": reentrant}
         if not given:
-            settings.notes.assumptions.append("use_reentrant is not given; the default of axolotl is False.")
+            settings.notes.assumptions.append(f"use_reentrant is not given; the default of axolotl is {reentrant} here.")
     if settings.text("torch_compile").lower() == "auto":
         training["torch_compile"] = False
         settings.notes.assumptions.append("torch_compile=auto is treated as off.")

@@ -24,7 +24,7 @@ from peakcast.dialects.huggingface.older_releases import differ, older_releases
 from peakcast.dialects.huggingface.post_training import KEYS_OF_METHODS, method_called, method_of, with_method
 from peakcast.dialects.huggingface.quantization import STORAGES
 from peakcast.dialects.huggingface.trl_adapters import trl_computes_in, with_casts_of_trl
-from peakcast.dialects.huggingface.trl_checkpoints import take_checkpoints
+from peakcast.dialects.huggingface.trl_checkpoints import has_stage_3, take_checkpoints
 from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
 from peakcast.dialects.huggingface.trl_loss import take_sft_loss, with_sft_loss
 from peakcast.dialects.huggingface.vision import take_images
@@ -155,7 +155,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     adapter, quantization = _adapter(parts, training, notes, pasted.program, trl=whose.trl)
     if quantization:
         training["quantization_config"] = quantization
-    adapts_in_stage_3 = adapter is not None and _has_stage_3(deepspeed)
+    adapts_in_stage_3 = adapter is not None and has_stage_3(deepspeed)
     if whose.trl and adapts_in_stage_3 and not quantization:
         adapter = {**adapter, "autocast_adapter_dtype": False}  # trl 1.16.0 sft_trainer.py, `get_peft_model_kwargs`; see
         # also `conventions.adapter_dtype`: before these releases of trl DeepSpeed's engine narrowed adapters
@@ -184,11 +184,6 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     job = with_casts_of_trl(job, versions, notes) if whose.trl else job
     job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
     return notes.finish(with_parts(job))
-
-
-def _has_stage_3(deepspeed: Mapping[str, Any] | None) -> bool:
-    zero = (deepspeed or {}).get("zero_optimization")
-    return isinstance(zero, Mapping) and str(zero.get("stage")) == "3"
 
 
 def _take_defaults(

@@ -23,6 +23,12 @@ _REENTRANT_IN_STAGE_3 = {
 """Training method -> from which release on its trainer does so; those of trl.experimental do not."""
 
 
+def has_stage_3(deepspeed: Mapping[str, Any] | None) -> bool:
+    """Whether a DeepSpeed configuration asks for ZeRO-3."""
+    zero = (deepspeed or {}).get("zero_optimization")
+    return isinstance(zero, Mapping) and str(zero.get("stage")) == "3"
+
+
 def take_checkpoints(
     training: dict[str, Any], method: str, adapts_in_stage_3: bool, versions: Mapping[str, Any], notes: Notes
 ) -> None:

@@ -13,6 +13,7 @@ from peakcast.dialects.common.foreign import SERVED
 from peakcast.dialects.common.frozen_parts import frozen_parts, with_frozen_parts
 from peakcast.dialects.common.mesh import with_shared_sequences
 from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.required_releases import as_required
 from peakcast.dialects.common.translation import (
     FALSE,
     TRUE,
@@ -157,7 +158,8 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         if settings.switch(key):
             translation = translation.changed(partial(TrainingJob.replace, optimizer=optimizer))
     who = f"LLaMA-Factory (train/{stage}/trainer.py)"
-    job = with_shared_sequences(notes.include(translation), settings, "sequence_parallel_size", "cp_size")
+    job = as_required(notes.include(translation), "LLaMA-Factory", pasted.versions, notes)
+    job = with_shared_sequences(job, settings, "sequence_parallel_size", "cp_size")
     job = with_method(job, stage, "stage", notes, whole_logits=who, log_softmax=True)
     job = with_frozen_parts(job, frozen, settings, FREEZING, limits)
     return notes.finish(_with_reference(job, settings, kind))

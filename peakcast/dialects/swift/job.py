@@ -16,6 +16,7 @@ from peakcast.dialects.common.frozen_parts import frozen_parts, with_frozen_part
 from peakcast.dialects.common.generation import generation_of
 from peakcast.dialects.common.mesh import with_shared_sequences
 from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.required_releases import as_required
 from peakcast.dialects.common.translation import (
     Notes,
     Settings,
@@ -116,7 +117,7 @@ def from_swift(pasted: Pasted) -> Translation:
     method = _method(settings, pasted.program)
     launcher = launcher_beside(pasted, notes)  # `accelerate launch swift/cli/sft.py`
     num_gpus = _gpus(settings, pasted, launcher)
-    training = _training(settings, pasted, num_gpus)
+    training = _training(settings, pasted, num_gpus, launcher)
     adapter = _adapter(settings, training)
     generation = None
     if leaving := [key for key in LEAVING if settings.switch(key)]:
@@ -152,7 +153,8 @@ def from_swift(pasted: Pasted) -> Translation:
         spell=speller({"router_aux_loss_coef": BALANCING}),
     )
     limits = _image_limits(pasted, settings)
-    job = with_shared_sequences(notes.include(translation), settings, "sequence_parallel_size")
+    job = as_required(notes.include(translation), "ms-swift", pasted.versions, notes)
+    job = with_shared_sequences(job, settings, "sequence_parallel_size")
     who = "ms-swift (rlhf_trainers)" if method not in ("sft", "pt") else ""
     job = with_method(job, method, "rlhf_type", notes, generation=generation, whole_logits=who)
     return notes.finish(with_frozen_parts(job, frozen, settings, FREEZING, limits))
@@ -210,7 +212,7 @@ def _gpus(settings: Settings, pasted: Pasted, launcher: Launcher) -> int:
     return processes * (int(sizes[1]) if sizes[1].isdecimal() else 1)
 
 
-def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, Any]:
+def _training(settings: Settings, pasted: Pasted, num_gpus: int, launcher: Launcher) -> dict[str, Any]:
     """The training settings under the names of transformers' TrainingArguments."""
     notes = settings.notes
     batch = settings.size("per_device_train_batch_size", settings.integer("batch_size", 1), assume=True)
@@ -238,9 +240,14 @@ def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, An
     engine = settings.raw("deepspeed")
     if engine:
         training["deepspeed"] = engine_of(engine, pasted)
-    elif num_gpus > 1 and checkpoints and not settings.given("gradient_checkpointing_kwargs"):
-        training["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # the default under DDP
     put_fsdp(settings, training, pasted)
+    said = settings.raw("gradient_checkpointing_kwargs")
+    training["gradient_checkpointing_kwargs"] = said
+    if checkpoints and not said:
+        others = (engine, training.get("fsdp"), launcher.deepspeed, launcher.fsdp)
+        reentrant = num_gpus == 1 or any(others)  # ms-swift 4.6 trainers/mixin.py `_fix_gradient_checkpointing`
+        training["gradient_checkpointing_kwargs"] = {"use_reentrant": reentrant}
+        notes.assumptions.append(f"use_reentrant is not given; the default of ms-swift is {reentrant} here.")
     return training
 
 
