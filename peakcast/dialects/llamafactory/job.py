@@ -207,7 +207,11 @@ def _finetuning_type(settings: Settings) -> str:
     """lora, full or oft. Raises: SpecError for what trains other parts of the network."""
     kind = settings.one_of("finetuning_type", "lora", ("lora", "full", "freeze", "oft"))
     if kind == "freeze":
-        raise settings.refuse("finetuning_type", "is not modelled; lora, oft and full are, and full needs more than it")
+        raise settings.refuse(
+            "finetuning_type",
+            "is not read: its trained layers are float32 and the others are not; full needs more than it, "
+            "and with all in one dtype a job names the frozen layers: --set finetuning.frozen=[layers.0,layers.1]",
+        )
     if settings.switch("use_badam"):
         raise settings.refuse(
             "use_badam",
