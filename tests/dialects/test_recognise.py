@@ -206,7 +206,7 @@ def test_megatrons_file_of_settings_goes_with_flags(tmp_path):
         ("axolotl", {"base_model": "gpt2", "micro_batch_size": 1, "rl": "gdpo"}, "GDPO holds more than one training step"),
         ("llamafactory", {"model_name_or_path": "gpt2", "stage": "rm"}, "TRL's reward modelling is"),
         ("llamafactory", {"model_name_or_path": "gpt2", "stage": "ppo"}, "PPO holds more than one training step"),
-        ("llamafactory", {"model_name_or_path": "gpt2", "stage": "sft", "finetuning_type": "freeze"}, "oft and full are"),
+        ("llamafactory", {"model_name_or_path": "gpt2", "stage": "sft", "finetuning_type": "freeze"}, "full needs more"),
         ("torchtune", {"model": {"_component_": "torchtune.models.t5.t5_v1_1"}}, "has no known shape here"),
         ("litgpt", {"checkpoint_dir": "x/gpt2", "precision": "int4", "train": {}}, "must be one of bf16-true"),
         (

@@ -65,3 +65,14 @@ def test_ms_swifts_checkpoints_are_reentrant_but_under_plain_ddp(words, reentran
     assert translation_of(command).job.activation_checkpointing.use_reentrant is reentrant
     alone = command.replace("NPROC_PER_NODE=4 ", "")
     assert translation_of(alone).job.activation_checkpointing.use_reentrant
+
+
+@pytest.mark.parametrize(("version", "reentrant"), [(1, True), (2, False)])
+def test_llamafactorys_checkpoints_are_not_reentrant_under_fsdp2(tmp_path, version, reentrant):
+    """LLaMA-Factory 0.9.5 model/model_utils/checkpointing.py prepare_model_for_training."""
+    fsdp = {"fsdp_version": version, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True}
+    launcher = {"distributed_type": "FSDP", "fsdp_config": fsdp, "num_processes": 4, "mixed_precision": "bf16"}
+    (tmp_path / "fsdp.yaml").write_text(json.dumps(launcher))
+    (tmp_path / "job.yaml").write_text(json.dumps(OF_PROJECT["llamafactory"]))
+    (tmp_path / "run.sh").write_text("accelerate launch --config_file fsdp.yaml src/train.py job.yaml\n")
+    assert translation_of(tmp_path / "run.sh").job.activation_checkpointing.use_reentrant is reentrant

@@ -3,7 +3,6 @@ SFTConfig, peft LoraConfig, DeepSpeed JSON and FSDP settings. The meanings of ke
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -20,12 +19,11 @@ from peakcast.dialects.common.translation import (
     gpu_count,
     note_inner,
     refuse_teacher,
-    states_direction,
 )
 from peakcast.dialects.huggingface import keys
 from peakcast.dialects.huggingface.balancing import note_balancing
 from peakcast.dialects.huggingface.batch import batch_form, sequence_length, target_length
-from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_optimizer, note_engine_optimizer
+from peakcast.dialects.huggingface.deepspeed import check_agreement, note_engine_optimizer
 from peakcast.dialects.huggingface.dtypes import (
     finetuning_of,
     half_dtype,
@@ -38,6 +36,7 @@ from peakcast.dialects.huggingface.dtypes import (
     with_auto_dtype,
 )
 from peakcast.dialects.huggingface.evaluation import note_evaluation
+from peakcast.dialects.huggingface.optimizers import engines_optimizer, optimizer_of
 from peakcast.dialects.huggingface.parallelism import (
     fsdp_settings,
     fsdp_version,
@@ -51,12 +50,10 @@ from peakcast.dialects.huggingface.unsloth import ALLOCATOR, NEWEST_UNSLOTH, in_
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import check_framework_options, conventions
 from peakcast.jobs.spec import (
-    DECAYING_GRADIENTS,
     ActivationCheckpointing,
     Finetuning,
     Framework,
     Loss,
-    Optimizer,
     Precision,
     TrainingJob,
 )
@@ -183,7 +180,7 @@ def _job(run: _Run, options: dict[str, Any]) -> TrainingJob:
             training, engine, "gradient_accumulation_steps", "gradient_accumulation_steps", 1
         ),
         precision=precision,
-        optimizer=_engines_optimizer(engine, training, notes) or _optimizer(training, run.is_modern, notes, options),
+        optimizer=engines_optimizer(engine, training, notes) or optimizer_of(training, run.versions, notes, options),
         finetuning=finetuning,
         attention=attention,
         activation_checkpointing=_checkpointing(training, run.shards, run.is_modern),
@@ -259,41 +256,6 @@ def _batch(training: Settings, engine: Settings | None, key: str, engine_key: st
     if engine is not None and engine.given(engine_key) and not training.given(key):
         return engine.size(engine_key)
     return training.size(key, default, assume=key == "per_device_train_batch_size")
-
-
-def _engines_optimizer(engine: Settings | None, training: Settings, notes: Notes) -> Optimizer | None:
-    """The optimizer that the DeepSpeed configuration names, which the Trainer then takes and not its own `optim`
-    (transformers 5.17 `integrations/deepspeed.py` `deepspeed_optim_sched`)."""
-    optimizer = engine_optimizer(engine, notes)
-    if optimizer is not None and training.given("optim"):
-        name = training.raw("optim")
-        notes.assumptions.append(f"optim={name} has no effect: the DeepSpeed configuration has an optimizer.")
-    return optimizer
-
-
-def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str, Any]) -> Optimizer:
-    default = "adamw_torch_fused" if modern else "adamw_torch"
-    if not training.given("optim"):
-        version = 5 if modern else 4
-        notes.assumptions.append(f"optim is not given; the default of transformers {version} is {default}.")
-    name = training.one_of("optim", default, {**keys.OPTIMIZERS, **keys.OTHER_OPTIMIZERS})
-    if name in keys.OTHER_OPTIMIZERS:
-        notes.unsupported.append(
-            f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is assumed instead.",
-            "optim",
-            states_direction(name),
-        )
-    choice = keys.OPTIMIZERS.get(name) or keys.OTHER_OPTIMIZERS[name]
-    if choice.library:
-        options[f"{choice.name}_library"] = choice.library
-    arguments = dict(re.findall(r"(\w+)\s*=\s*([^,\s]+)", str(training.raw("optim_args") or "")))
-    if choice.name == "galore" and arguments.get("rank", "").isdigit():
-        options["galore_rank"] = int(arguments["rank"])
-    targets = training.raw("optim_target_modules")
-    if choice.name == "galore" and targets not in (None, keys.LAYER_LINEARS, "all_linear"):
-        notes.assumptions.append("optim_target_modules is treated as all-linear: every Linear is projected.")
-    decay = training.number("weight_decay", 0.0) or 0.0 if choice.name in DECAYING_GRADIENTS else 0.0
-    return Optimizer(name=choice.name, implementation=choice.implementation, weight_decay=decay)
 
 
 def _attention(

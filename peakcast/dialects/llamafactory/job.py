@@ -135,7 +135,7 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     adapters = {"lora": _lora, "oft": _oft}
     adapter = _adapter(settings, training, adapters[kind](settings)) if kind in adapters else None
     _precision(settings, training, upcast=adapter is None and deepspeed is None)
-    _memory(settings, training)
+    _memory(settings, training, under_fsdp2=str((launcher.fsdp or {}).get("fsdp_version")) == "2")
     without_second_checkpoints(training, launcher.fsdp, training.get("fsdp_config"))
     num_gpus = launcher.gpus(pasted, notes)
     if launcher.mesh:
@@ -312,7 +312,7 @@ def _adapter(settings: Settings, training: dict[str, Any], own: dict[str, Any]) 
     return adapter
 
 
-def _memory(settings: Settings, training: dict[str, Any]) -> None:
+def _memory(settings: Settings, training: dict[str, Any], *, under_fsdp2: bool) -> None:
     """Attention, checkpointing, the loss, and the optimizer."""
     given = settings.text("flash_attn", "auto").lower()  # a switch before LLaMA-Factory 0.7
     word = "fa2" if given in TRUE else "auto" if given in FALSE else settings.one_of("flash_attn", "auto", ATTENTION)
@@ -321,17 +321,14 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
         settings.notes.assumptions.append("flash_attn=auto is treated as PyTorch's sdpa.")
     if not settings.switch("disable_gradient_checkpointing"):
         training["gradient_checkpointing"] = True
-        reentrant = settings.switch("use_reentrant_gc", True)
+        asked = settings.switch("use_reentrant_gc", True)
+        reentrant = asked and not under_fsdp2  # 0.9.5 model/model_utils/checkpointing.py prepare_model_for_training
         training["gradient_checkpointing_kwargs"] = {"use_reentrant": reentrant}
         settings.notes.assumptions.append(
             f"gradient checkpointing is on (LLaMA-Factory's default), with use_reentrant={reentrant}."
         )
     if settings.switch("enable_liger_kernel"):
         training["use_liger_kernel"] = True
-    if not settings.given("optim"):
-        training["optim"] = "adamw_torch"
-        if not any(settings.switch(key) for key in OPTIMIZERS):
-            settings.notes.assumptions.append("optim is not given; the default of transformers 4 is adamw_torch.")
     for key, name in OPTIMIZERS.items():
         if settings.switch(key):
             training["optim"] = name
