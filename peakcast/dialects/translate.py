@@ -37,7 +37,8 @@ class ReadOptions:
 
 NOTHING = ReadOptions()
 FEWEST_UNKNOWN = 6
-"""So many unknown keys make training arguments another program's, if they are most of the keys."""
+"""Training arguments with at least this many unknown keys are treated as another program's, if most of their keys are
+unknown."""
 
 
 def translated(pasted: Pasted, options: ReadOptions = NOTHING) -> Translation:
@@ -104,7 +105,8 @@ def _not_recognised(pasted: Pasted) -> SpecError:
 def _other_readings(
     pasted: Pasted, name: str, others: Sequence[Recognised], job: TrainingJob
 ) -> Iterator[AlternativeReading]:
-    """What `pasted` would be as a configuration of the dialects `others`, unless that is `job`, which it is as `name`."""
+    """The readings of `pasted` as a configuration of each of the dialects `others`, without those that also give `job`, its
+    reading as dialect `name`."""
     for other in others:
         with contextlib.suppress(PeakcastError):
             read = _reader(other.name)(pasted)
