@@ -66,7 +66,7 @@ def _megatron_rows(job: TrainingJob, rank: int) -> tuple[ParameterRow, ...]:
     )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _rows_of_share(share: RankShare, whole: RankShare | None) -> tuple[ParameterRow, ...]:
     """The rows of `share`, whose parameters `whole` has unsharded. A search asks for them again for each micro-batch size
     and each way to recompute."""
