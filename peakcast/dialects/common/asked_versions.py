@@ -60,7 +60,7 @@ def asked_versions(versions: object = None, container: str | None = None, here: 
         given = check_versions({**given, CONTAINER: container})
     if here and CONTAINER in given:
         raise SpecError(
-            f"--here uses the versions installed here, and --container {given[CONTAINER]} those of an image; give only "
+            f"--here uses the versions installed here, and --container {given[CONTAINER]} those of an image; keep "
             "one.",
             parameter="here",
         )
