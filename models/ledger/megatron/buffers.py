@@ -44,13 +44,13 @@ def _owned_parameters(share: RankShare) -> list[list[Parameter]]:
 
 
 def trained_parameters(share: RankShare) -> list[list[Parameter]]:
-    """Those of each model chunk that train: all of them, or adapters alone."""
+    """The parameters of each model chunk that train: all of them, or only the adapters."""
     owned = owned_parameters(share)
     return [[p for p in chunk if p.adapter] for chunk in owned] if share.context.frozen else owned
 
 
 def frozen_parameters(share: RankShare) -> list[Parameter]:
-    """Those that do not train, which are in no buffer."""
+    """The parameters that do not train; they are in no buffer."""
     return [p for chunk in owned_parameters(share) for p in chunk if not p.adapter] if share.context.frozen else []
 
 
@@ -115,7 +115,7 @@ def buffers(share: RankShare) -> list[Buffer]:
         return _dealt_out(share, width)
     for parameters in trained_parameters(share):
         kinds: dict[tuple[bool, bool, bool], list[Parameter]] = {
-            kind: [] for kind in itertools.product((False, True), repeat=3)
+            kind: [] for kind in itertools.product((False, True), (False, True), (False, True))
         }
         for p in parameters:
             kinds[p.expert, is_fp8_parameter(share, p), layer_wise and p.is_matrix].append(p)
