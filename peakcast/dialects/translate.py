@@ -94,7 +94,7 @@ def _not_recognised(pasted: Pasted) -> SpecError:
     module = "." in pasted.program and not pasted.program.endswith((".py", ".sh"))
     command = f"python -m {pasted.program}" if module else pasted.program
     return SpecError(
-        f"{pasted.where} is no configuration that is known here (its keys: {_some(pasted.values)}). "
+        f"{pasted.where} is not recognised (its keys: {_some(pasted.values)}). "
         + (f"Run it on fake tensors: peakcast dryrun -- {command} ... " if pasted.program else "")
         + f"{'Or give' if pasted.program else 'Give'} the model and the step as a job (--model, --micro-batch-size, "
         "--sequence-length, --sharding and the like); if peakcast reads such files, say what it is by --dialect.",
@@ -179,7 +179,7 @@ def companions(files: Sequence[str | Path | Document]) -> dict[str, Mapping[str,
             raise SpecError(f"{where} is {title}, and another was given already; keep one.", parameter="with")
         if name is None:
             keys = _some(values)
-            raise SpecError(f"{where} is no configuration that is known here (its keys: {keys}).", parameter="with")
+            raise SpecError(f"{where} is not recognised (its keys: {keys}).", parameter="with")
         found[name] = values
         found[file_name] = values
     return found
