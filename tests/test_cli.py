@@ -155,7 +155,7 @@ def test_a_printed_job_is_a_job_file(run: Run, tmp_path: Path) -> None:
         (("predict", *SMALL, *GPU, "--set", "sequence_length.x=1"), "not a mapping"),
         (("predict", *SMALL, *GPU, "--tensor-parallel-size", "7"), "does not divide num_attention_heads"),
         (("predict", *SMALL, *GPU, "--optimizer", "adam_w"), "did you mean 'adamw'"),
-        (("predict", *SMALL, *GPU, "--num-gpus", "8"), "such as --data-parallel-size 8 --sharding fsdp2"),
+        (("predict", *SMALL, *GPU, "--num-gpus", "8"), "--data-parallel-size 8 --sharding fsdp2"),
         (("predict", *SMALL, *GPU, "--dialect", "axolotl"), "--dialect axolotl goes with a configuration"),
         (("predict", *SMALL, *GPU, "--rank", "5"), "from 0 to 0"),
         (("predict", *SMALL, *GPU, "--calibration", "nowhere.json"), "cannot be read"),

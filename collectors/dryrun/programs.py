@@ -3,6 +3,7 @@ which they ask about the GPUs, and the Python programs of this environment, of w
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -46,9 +47,14 @@ def install_python(question: Mapping[str, Any]) -> None:
     program = STAND_IN.format(python=shlex.quote(sys.executable), variable=QUESTION, question=asked)
     first.write_text(program, encoding="utf-8")
     first.chmod(0o755)
-    own = (path.name for path in Path(sys.executable).parent.iterdir() if console_module(str(path)))
-    for name in {"python3", f"python3.{sys.version_info.minor}", *LAUNCHERS, *own}:
+    for name in {"python3", f"python3.{sys.version_info.minor}", *LAUNCHERS, *console_scripts()}:
         (first.parent / name).symlink_to(first)
+
+
+@functools.cache
+def console_scripts() -> tuple[str, ...]:
+    """The names of the console scripts beside this Python."""
+    return tuple(path.name for path in Path(sys.executable).parent.iterdir() if console_module(str(path)))
 
 
 def install(folder: Path, device: Device, name: str, num_gpus: int) -> None:

@@ -122,17 +122,23 @@ def shared_modules() -> list[str]:
 
 def main() -> None:
     """Answer questions until standard input ends."""
+    from peakcast import catalog
     from peakcast.collectors import dryrun
+    from peakcast.collectors.dryrun import programs
     from peakcast.collectors.dryrun.keeper import stop_in_order
     from peakcast.collectors.dryrun.script import TORCH_MODULES
     from peakcast.collectors.machine.packages import import_for_good
     from peakcast.collectors.processes.descendants import adopt_orphans, end_descendants
+    from peakcast.jobs import conventions
 
     adopt_orphans()
     answers = os.dup(1)
     os.dup2(2, 1)
     own = [module.name for module in pkgutil.iter_modules(dryrun.__path__, f"{dryrun.__name__}.") if module.name != MAIN]
     import_for_good((*TORCH_MODULES, *own, *TRACING))
+    catalog.read_ahead()
+    conventions.read_ahead()
+    programs.console_scripts()
     for path in sys.stdin:
         question = json.loads(Path(path.rstrip("\n")).read_text(encoding="utf-8"))
         import_for_good(name for name in question["modules"] if name not in sys.modules)

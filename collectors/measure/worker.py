@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from peakcast import __version__
+from peakcast import __version__, catalog
 from peakcast.collectors.machine import probes
 from peakcast.collectors.machine.nvml import Nvml
 from peakcast.collectors.machine.versions import with_versions
@@ -24,6 +24,7 @@ from peakcast.collectors.processes import gang
 from peakcast.collectors.processes.engines import WORK
 from peakcast.collectors.stacks.steps.sampling import sampling
 from peakcast.core.errors import CollectorError
+from peakcast.jobs import conventions
 from peakcast.jobs.lengths import CHANGING_STEPS, lengths_change
 from peakcast.jobs.spec import TrainingJob
 from peakcast.measurements.records import Measurement
@@ -52,6 +53,14 @@ LIBRARIES = (
 )
 """Modules that cells import, so that a parent can import them first. A missing one is left to the cell, which says what to
 install."""
+
+
+def read_ahead() -> None:
+    """Read the catalog's tables now, so that cells, which are forked from this process, need not."""
+    catalog.read_ahead()
+    conventions.read_ahead()
+
+
 MIN_STEPS = 3
 """The first step begins without optimizer states; two steady steps show that memory has settled."""
 

@@ -3,11 +3,11 @@
 `python -P -m peakcast.collectors.processes.warm_parent MODULE:FUNCTION` reads one JSON request a line, `{"question": {...},
 "timeout_seconds": 600}`, and answers one JSON object a line: `{"row": {...}}` or `{"reason": "..."}`. In the forked
 process, `FUNCTION` makes a `Measurement` of a question, or a measurement and a file's bytes (base64 under "history"), or a
-list of these, one for each rank ("others" has all but the first). The parent imports `LIBRARIES` of its module. Each
-process has a group of its own: when its time is up or it has ended, everything that it started is killed. A forked process
-cannot use CUDA if its parent has touched it. If a library touches CUDA on import, the cell is started as a program of its
-own, which is slower and otherwise the same. The parent leads a session; when it is ended from outside, it ends the whole
-session.
+list of these, one for each rank ("others" has all but the first). The parent imports `LIBRARIES` of its module, and calls
+the module's `read_ahead` if there is one. Each process has a group of its own: when its time is up or it has ended,
+everything that it started is killed. A forked process cannot use CUDA if its parent has touched it. If a library touches
+CUDA on import, the cell is started as a program of its own, which is slower and otherwise the same. The parent leads a
+session; when it is ended from outside, it ends the whole session.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, _end)
     (name,) = arguments
     forget_allocator_settings()
-    libraries = getattr(importlib.import_module(load(name).__module__), "LIBRARIES", ())
+    module = importlib.import_module(load(name).__module__)
     # torch then asks NVML, not CUDA, whether there is a GPU: asking CUDA would spoil it for the forked processes
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    import_for_good(libraries)
+    import_for_good(getattr(module, "LIBRARIES", ()))
+    getattr(module, "read_ahead", int)()
     # answers get a descriptor of their own, so that whatever a cell prints does not mix with them
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

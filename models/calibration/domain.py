@@ -141,10 +141,10 @@ class Domain:
         for name, (low, high) in self.ranges.items():
             if not low - MARGIN <= row[name] <= high + MARGIN:
                 size = name.removeprefix("log2_")
-                label = size + (" in GiB" if size == "allocated" else "")
+                label = "the allocated peak in GiB" if size == "allocated" else size
                 sentence = (
-                    f"{label} {_plain(2 ** row[name])} is far outside the measured {_plain(2**low)} to {_plain(2**high)}; "
-                    "the bars are widened."
+                    f"{label} is {_plain(2 ** row[name])}, far outside the measured range of {_plain(2**low)} to "
+                    f"{_plain(2**high)}; the bars are widened."
                 )
                 yield Finding("size_not_measured", size, "either", sentence)
 

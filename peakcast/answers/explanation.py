@@ -57,6 +57,8 @@ class ParameterRow:
     shape: tuple[int, ...]
     rank_shape: tuple[int, ...]
     shards: int = 1
+    is_trained_adapter: bool = False
+    """Whether it is a tensor of an adapter that trains, and not one that stays as it was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

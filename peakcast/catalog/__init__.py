@@ -98,6 +98,11 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(_gpus())
 
 
+def read_ahead() -> None:
+    """Read the tables of GPUs now. A process that forks others calls it, since each of them would read them again."""
+    _gpu_aliases()
+
+
 @cache
 def _gpus() -> dict[str, dict[str, Any]]:
     return tomllib.loads(_HERE.joinpath("gpus.toml").read_text(encoding="utf-8"))

@@ -65,7 +65,8 @@ def from_automodel(pasted: Pasted) -> Translation:
     note_unsupported(settings, UNSUPPORTED)
     if (settings.integer("distributed.ep_size", 1) or 1) > 1:
         notes.unsupported.append(
-            "Expert parallelism (distributed.ep_size) is not modelled: every rank gathers all experts of a layer.",
+            "Expert parallelism (distributed.ep_size) is not modelled: the answer is for ranks that gather all experts "
+            "of a layer.",
             "distributed.ep_size",
             "less",
         )
@@ -73,8 +74,8 @@ def from_automodel(pasted: Pasted) -> Translation:
     job = notes.include(from_huggingface(model, training, adapter, None, fsdp, num_gpus, versions=versions))
     job = _with_optimizer(meshed(job, settings, MESH, fills="shard"), settings)
     notes.warnings.append(
-        "NeMo AutoModel has layers of its own for some families (Llama, Qwen, DeepSeek, ...); those of transformers are "
-        "counted.",
+        "NeMo AutoModel implements some families (Llama, Qwen, DeepSeek, ...) itself; the layers of transformers are "
+        "counted instead.",
         "model._target_",
     )
     settings.note_left(IGNORED)
@@ -98,7 +99,7 @@ def _check_network(settings: Settings) -> None:
 
 def _with_optimizer(job: TrainingJob, settings: Settings) -> TrainingJob:
     """`job` with the optimizer's own dtypes and implementation. Transformer Engine's FusedAdam keeps its moments in float32
-    unless it is told otherwise, and with `master_weights` a float32 copy of what it updates (transformer_engine 2
+    unless the recipe says otherwise, and with `master_weights` a float32 copy of what it updates (transformer_engine 2
     pytorch/optimizers/fused_adam.py)."""
     if settings.text("optimizer.foreach", "true").lower() == "false" and job.optimizer.implementation == "foreach":
         job = job.replace(optimizer=replace(job.optimizer, implementation="loop"))
@@ -112,14 +113,15 @@ def _with_optimizer(job: TrainingJob, settings: Settings) -> TrainingJob:
         settings.notes.unsupported.append(
             f"Moments in {' and '.join(moments)} are not modelled; {states} is assumed.", "optimizer.exp_avg_dtype", "less"
         )
-    kept: Dtype | None = "float32" if settings.switch("optimizer.master_weights") else None
-    if settings.switch("optimizer.store_param_remainders") and kept:
+    main_parameters_dtype: Dtype | None = "float32" if settings.switch("optimizer.master_weights") else None
+    if settings.switch("optimizer.store_param_remainders") and main_parameters_dtype:
         settings.notes.unsupported.append(
-            "Main weights kept as the 16 bits that bfloat16 lacks (store_param_remainders) are counted as float32.",
+            "store_param_remainders stores only the 16 bits of each float32 main weight that its bfloat16 weight lacks; "
+            "whole float32 main weights are counted.",
             "optimizer.store_param_remainders",
             "less",
         )
-    return job.replace(precision=replace(job.precision, optimizer_states=states, main_parameters=kept))
+    return job.replace(precision=replace(job.precision, optimizer_states=states, main_parameters=main_parameters_dtype))
 
 
 def _ranks_of_a_sample(settings: Settings) -> int:
@@ -156,8 +158,8 @@ def _training(settings: Settings, replicas: int) -> dict[str, Any]:
     liger = settings.switch("model.use_liger_kernel")
     if not settings.given("model.use_liger_kernel"):
         notes.assumptions.append(
-            "use_liger_kernel is not given; AutoModel takes Liger's kernels where they are installed and the network is "
-            "transformers'; they are not counted."
+            "use_liger_kernel is not given; AutoModel uses Liger's kernels where they are installed and transformers "
+            "implements the network; they are not counted."
         )
     dtype = settings.text("model.torch_dtype", settings.text("model.dtype", "bf16"))
     for key in ("model.torch_dtype", "model.dtype"):

@@ -125,8 +125,8 @@ def _adapter(settings: Settings) -> dict[str, Any] | None:
 
 
 def _with_kernels(job: TrainingJob, settings: Settings) -> TrainingJob:
-    """`job` with fms-acceleration's kernels, if it has them: of loss, norms and rotary embedding together, and of adapters
-    on quantised weights."""
+    """`job` with the kernels of fms-acceleration that the command asks for: those of loss, norms and rotary embedding,
+    which come together, and those of adapters on quantised weights."""
     fast = [word.lower() in ("true", "1") for word in settings.words("fast_kernels")]
     fused = bool(settings.words("fused_lora"))
     if fused:

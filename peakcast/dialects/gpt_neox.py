@@ -56,7 +56,7 @@ IGNORED = re.compile(
 
 
 def _zero(engine: dict[str, Any]) -> dict[str, Any]:
-    """The settings of ZeRO, with DeepSpeed's present key for an optimizer on the host."""
+    """The settings of ZeRO, in which an optimizer on the host has the key that today's DeepSpeed reads."""
     zero = dict(engine.get("zero_optimization") or {"stage": 0})
     moved = zero.pop("cpu_offload", False)
     return zero | ({"offload_optimizer": {"device": "cpu"}} if str(moved).lower() == "true" else {})
@@ -105,8 +105,8 @@ def from_gpt_neox(pasted: Pasted) -> Translation:
 
 
 def _with_layout(job: TrainingJob, replicas: int, tensor: int, pipeline: int) -> TrainingJob:
-    """`job`, which was read as one of `replicas` GPUs alone, with tensor and pipeline parallelism, and without the options
-    that the framework does not have with them."""
+    """`job`, which was read as data-parallel over `replicas` GPUs, with tensor and pipeline parallelism added, and without
+    the framework options that do not exist under those."""
     layout = Parallelism(
         data_parallel_size=replicas,
         tensor_parallel_size=tensor,
@@ -125,7 +125,8 @@ def _network(settings: Settings, tensor: int) -> Architecture:
     divisor = settings.size("make_vocab_size_divisible_by", 128) * tensor
     vocabulary = settings.integer("padded_vocab_size") or round_up(50257, divisor)
     if not settings.given("padded_vocab_size"):
-        settings.notes.assumptions.append(f"the vocabulary is treated as {vocabulary}; padded_vocab_size says another.")
+        settings.notes.assumptions.append(f"the vocabulary is assumed to have {vocabulary} tokens; padded_vocab_size "
+            "sets another number.")
     _note_undescribed(settings)
     return resolve_architecture(
         {
@@ -142,7 +143,8 @@ def _network(settings: Settings, tensor: int) -> Architecture:
 
 
 def _shape(settings: Settings, hidden: int, heads: int) -> dict[str, Any]:
-    """What the layers consist of: as in Llama with a gated activation or fewer key-value heads, else as in GPT-NeoX."""
+    """The keys that describe a layer: those of Llama's configuration if the activation is gated or key-value heads are
+    fewer than heads, else those of GPT-NeoX's."""
     groups, width = settings.integer("num_kv_heads"), settings.integer("intermediate_size")
     for key in SHAPES:
         settings.given(key)
@@ -167,7 +169,8 @@ def _shape(settings: Settings, hidden: int, heads: int) -> dict[str, Any]:
 
 
 def _note_undescribed(settings: Settings) -> None:
-    """Note what GPT-NeoX's layers have that transformers' have not: other positions, other norms, dropout."""
+    """Note features of GPT-NeoX's layers that transformers' implementation does not have: other positions, other norms,
+    dropout."""
     position = settings.one_of("pos_emb", "learned", POSITIONS)
     if position != "rotary":
         settings.notes.unsupported.append(f"pos_emb={position} is not modelled; rotary is assumed.", "pos_emb")

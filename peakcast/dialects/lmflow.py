@@ -32,7 +32,7 @@ DPO = {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "gradient_checkpointing": True,
     "optim": "paged_adamw_32bit", "max_length": 1024, "bf16": True,
 }  # fmt: skip
-"""The step of `dpo_train.py` where nothing else is said (DPOAlignerArguments; bfloat16 is fixed in dpo_aligner.py)."""
+"""Defaults of `dpo_train.py` (DPOAlignerArguments; bfloat16 is fixed in dpo_aligner.py)."""
 ADAPTER = {"lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "use_dora": "use_dora"}
 TRAINING = {
     key: key
@@ -108,11 +108,11 @@ def _method(settings: Settings, pasted: Pasted) -> str:
 
 
 def _follow_dpo(settings: Settings, training: dict[str, Any]) -> None:
-    """Put into `training` what `dpo_train.py` does by itself, whatever FinetunerArguments would be."""
+    """Put into `training` the settings that `dpo_train.py` fixes itself, whatever FinetunerArguments say."""
     for key, value in DPO.items():
         given = settings.raw("optimizer_type" if key == "optim" else key)
         training[key] = value if given is None else given
-    settings.notes.assumptions.append("what is not given is the default of LMFlow's DPOAligner: " + ", ".join(
+    settings.notes.assumptions.append("settings that are not given have the defaults of LMFlow's DPOAligner: " + ", ".join(
         f"{key} {value}" for key, value in DPO.items() if settings.raw(key) is None
     ) + ".")  # fmt: skip
 

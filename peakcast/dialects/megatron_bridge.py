@@ -90,11 +90,9 @@ def recipe_of(program: str, arguments: Mapping[str, Any]) -> Registered | None:
                 functions = FunctionTable([common, text], file.name, CONTAINER)
                 return Registered(functions.config(name), tuple(functions.notes))
     raise SpecError(
-        f"recipe={name!r} is a Python function of Megatron-Bridge, which is not installed here or has none of that name; "
-        f"install "
-        "it (pip install --no-deps megatron-bridge), give the run_config.yaml that a run saves, or the model, layout and "
-        "batch as "
-        "Megatron-LM flags (peakcast megatron --num-layers ...).",
+        f"recipe={name!r} is a Python function of Megatron-Bridge, which is not installed here or has no function of "
+        "that name; install it (pip install --no-deps megatron-bridge), give the run_config.yaml that a run saves, or "
+        "the model, layout and batch as Megatron-LM flags (peakcast megatron --num-layers ...).",
         parameter="recipe",
         value=name,
     )
@@ -134,7 +132,7 @@ def _adapted(job: TrainingJob, peft: Any, notes: Notes) -> TrainingJob:
         return job
     method = str(fields.get("_target_") or "LoRA").rpartition(".")[2]
     if method.lower() not in ("lora", "vlmlora"):
-        notes.unsupported.append(f"peft={method} is not modelled; LoRA is, which is counted in its place.", "peft")
+        notes.unsupported.append(f"peft={method} is not modelled; LoRA is counted instead.", "peft")
     settings = Settings({f"peft.{key}": value for key, value in fields.items()}, notes, "Megatron-Bridge")
     return with_adapters(job, settings, BRIDGE.under("peft."), "megatron_bridge")
 
@@ -157,8 +155,8 @@ def _length(model: Mapping[str, Any], data: Mapping[str, Any], notes: Notes) -> 
     for key in ("seq_length", "sequence_length"):
         if length and data.get(key) and str(data[key]) != str(length):
             notes.warnings.append(
-                f"dataset.{key}={data[key]} is not model.seq_length={length}, which is counted, and Megatron-Bridge "
-                "refuses such a run: override both.",
+                f"dataset.{key}={data[key]} differs from model.seq_length={length}, and Megatron-Bridge refuses such a "
+                "run. The answer is for model.seq_length: override both.",
                 "model.seq_length",
             )
     return {"seq_length": length} if length else {}

@@ -229,7 +229,7 @@ def from_nemo_2(pasted: Pasted) -> Translation:
     adapts = any(key.startswith("peft.") for key in values)
     method = settings.text("peft._target_", "LoRA").rpartition(".")[2]
     if adapts and method.lower() != "lora":
-        notes.unsupported.append(f"peft={method} is not modelled; LoRA is, which is counted in its place.", "peft")
+        notes.unsupported.append(f"peft={method} is not modelled; LoRA is counted instead.", "peft")
     settings.note_left(OTHERS)
     nodes, each = settings.size("trainer.num_nodes", 1), settings.size("trainer.devices", 1)
     sizes = [int(flags.get(f"{kind}_parallel_size") or 1) for kind in ("tensor_model", "context", "pipeline_model")]

@@ -119,9 +119,9 @@ def _with_loss(job: TrainingJob, program: str, settings: Settings) -> TrainingJo
 
 
 def _packing(settings: Settings, training: dict[str, Any], program: str) -> None:
-    """Put into `training` that samples are joined in a row without padding: a whole micro-batch of them, or, for
-    OLMo-core's network, as many as `max_seq_length` holds, of chosen and of rejected ones each (padding_free_collator.py
-    005366f7, `max_seq_length`)."""
+    """Set packing in `training`: samples are joined into one row without padding. A row has all samples of a micro-batch;
+    for OLMo-core's network it has as many as fit into `max_seq_length`, and chosen and rejected samples have separate rows
+    (padding_free_collator.py 005366f7, `max_seq_length`)."""
     if not settings.switch("packing"):
         return
     if program != OLMO_CORE:
@@ -148,8 +148,8 @@ def _with_olmo_core(job: TrainingJob, settings: Settings) -> TrainingJob:
     compiles = settings.switch("compile_model", True) and not settings.switch("no_compile_model")
     if budget is not None and budget < 1 and compiles:  # ac_config of open_instruct/dpo.py
         notes.unsupported.append(
-            f"What compiled layers recompute to keep {budget:g} of their activations (activation_memory_budget) is not "
-            "modelled.",
+            f"activation_memory_budget={budget:g}, with which compiled layers recompute a part of their activations, is "
+            "not modelled.",
             "activation_memory_budget",
             "less",
         )

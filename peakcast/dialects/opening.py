@@ -158,7 +158,7 @@ def _accelerate(launch: Launch, here: Pasted) -> Mapping[str, Any]:
 
 
 def _spelled(launch: Launch) -> Mapping[str, Any]:
-    """The arguments of a program; with underscores for hyphens where its parser takes either, which axolotl's and
+    """The arguments of a program; with underscores for hyphens if its parser accepts both, as those of axolotl and
     transformers' HfArgumentParser do."""
     spelled = {key.replace("-", "_"): value for key, value in launch.arguments.items()}
     of_trainer = {"model_name_or_path", "per_device_train_batch_size"} & set(spelled)

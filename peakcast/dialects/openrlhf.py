@@ -99,11 +99,11 @@ def from_openrlhf(pasted: Pasted) -> Translation:
 
 
 def _note_entropy(settings: Settings) -> None:
-    """Note the entropy, which is made of all logits wherever it has a coefficient, be that 0 (0.11 models/actor.py
-    `compute_entropy`, trainer/ray/ppo_actor.py)."""
+    """Note that the entropy of all logits is computed as soon as its coefficient is given, even if it is 0 (0.11
+    models/actor.py `compute_entropy`, trainer/ray/ppo_actor.py)."""
     if settings.given("entropy_loss_coef"):
         name = settings.spell("entropy_loss_coef")
-        what = f"The entropy of all logits ({name}), whose softmax in float32 is kept for backward, is not modelled."
+        what = f"The entropy of all logits ({name}), whose float32 softmax is saved for backward, is not modelled."
         settings.notes.unsupported.append(what, name, "more")
 
 
@@ -127,7 +127,7 @@ def _gpus(settings: Settings, pasted: Pasted, method: str) -> int:
     nodes, each = settings.integer("actor_num_nodes", 1) or 1, settings.integer("actor_num_gpus_per_node")
     if method == "grpo" and pasted.num_gpus is None:
         return nodes * (each or 8)
-    return pasted.gpus(settings.notes, 8, ", those of a node, which `deepspeed --module` takes")
+    return pasted.gpus(settings.notes, 8, ", the GPUs of one node, all of which `deepspeed --module` uses")
 
 
 def _training(settings: Settings, num_gpus: int, method: str) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
 def _generation(settings: Settings, training: dict[str, Any]) -> Generation:
     """The actor's update: the length of prompts with completions, and what else is on the actor's GPUs."""
     notes = settings.notes
-    length = settings.integer("max_len")  # of both, which is all that 0.11 has
+    length = settings.integer("max_len")  # of prompt and completion together; 0.11 has no other limit
     if length is None:
         length = settings.size("prompt_max_len", 1024, assume=True) + settings.size("generate_max_len", 1024, assume=True)
     settings.given("prompt_max_len"), settings.given("generate_max_len")
@@ -253,11 +253,11 @@ def _generation(settings: Settings, training: dict[str, Any]) -> Generation:
 
 
 def _with_a_ranks_part(job: TrainingJob, settings: Settings) -> TrainingJob:
-    """`job` with a rank's part of its rows under ring attention (models/ring_attn_utils.py). Rows that are filled up to a
-    number of tokens for each GPU have that number on each rank."""
+    """`job` with a rank's part of its rows under ring attention (models/ring_attn_utils.py). If rows are filled up to a
+    number of tokens per GPU, each rank has that many tokens."""
     if not settings.switch("use_dynamic_batch"):
         return with_shared_sequences(job, settings, "ring_attn_size")
-    what = {"ring_attn_size": "ring attention, and what its exchange holds,"}
+    what = {"ring_attn_size": "ring attention, and the buffers of its exchange,"}
     note_unsupported(settings, what, "more")
     return job
 

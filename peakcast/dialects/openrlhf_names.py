@@ -42,10 +42,10 @@ WITHOUT_EFFECT = re.compile(
     r"|ema_beta|agent_func_path)|actor\.(eps_clip\w*|dual_clip|policy_loss_type|loss_agg_mode)|ds\.value_head_prefix"
     r"|model\.(pretrain_mode_enable|ipo_enable|label_smoothing|loss_type)"
 )
-"""Sections and flags that do not affect a step's memory, among those that are no older flag's."""
+"""Sections and flags that have no older name and do not affect a step's memory."""
 
 
 def by_older_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[str], str]]:
-    """(`values` by the names of older flags, a function that gives the name back that the user wrote)."""
+    """(`values` by the names of older flags, a function from an older name to the name that the user wrote)."""
     written = {OLDER.get(key, key): key for key in values}
     return {OLDER.get(key, key): value for key, value in values.items()}, lambda key: written.get(key, key)

@@ -3,7 +3,7 @@
 
 Source: oumi-ai/oumi, release 0.9: core/configs/training_config.py and core/configs/params/*.py (`TrainingParams.to_hf`,
 `PeftParams.to_lora` and `to_bits_and_bytes`), builders/models.py (`build_peft_model`), builders/optimizers.py, train.py
-(`coerce_model_to_dtype`), core/trainers/oumi_trainer.py; which packages it takes: its metadata.
+(`coerce_model_to_dtype`), core/trainers/oumi_trainer.py; the versions of packages that it accepts: its metadata.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TRL = {
 """Values of `training.trainer_type` for TRL's trainers -> the training method."""
 OTHERS = ("HF", "OUMI", "VERL_GRPO")
 NEWEST_TRL = "1.6"
-"""The newest release of trl that Oumi 0.9 takes (`trl>=0.24,<1.7`)."""
+"""The newest release of trl that Oumi 0.9 accepts (`trl>=0.24,<1.7`)."""
 TRAINING = {
     "training.gradient_accumulation_steps": "gradient_accumulation_steps", "training.weight_decay": "weight_decay",
     "training.compile": "torch_compile", "training.eval_strategy": "eval_strategy", "training.eval_steps": "eval_steps",
@@ -152,18 +152,18 @@ def from_oumi(pasted: Pasted) -> Translation:
 
 
 def _versions(pasted: Pasted, trainer: str, notes: Notes) -> dict[str, Any]:
-    """The versions of the run; where nothing says trl's, the newest that Oumi takes."""
+    """The versions of the run. If trl's is not given, it is the newest that Oumi accepts."""
     asked = pasted.versions
     if trainer not in TRL or asked.here or "trl" in asked.given:
         return asked.of("huggingface")
-    notes.assumptions.append(f"the release of trl is not given; {NEWEST_TRL} is the newest that Oumi 0.9 takes.")
+    notes.assumptions.append(f"the release of trl is not given; {NEWEST_TRL} is assumed, the newest that Oumi 0.9 accepts.")
     return asked.of("huggingface", {"trl": NEWEST_TRL})
 
 
 def _as_trl_trains(
     job: TrainingJob, settings: Settings, method: str, versions: Mapping[str, Any], generation: Generation | None
 ) -> TrainingJob:
-    """`job` with what TRL's trainer of `method` casts, and with its loss."""
+    """`job` with the casts and the loss of TRL's trainer for `method`."""
     notes = settings.notes
     job = with_casts_of_trl(job, versions, notes)
     precomputed = settings.switch(f"{KWARGS}precompute_ref_log_probs")
@@ -203,7 +203,7 @@ def _training(settings: Settings, trainer: str, adapter: Mapping[str, Any] | Non
 
 
 def _kwargs(settings: Settings) -> dict[str, Any]:
-    """The arguments that Oumi hands to the trainer as they are, without those of a preference loss."""
+    """The arguments that Oumi passes to the trainer unchanged, without those of a preference loss."""
     keys = [key for key in settings.left() if key.startswith(KWARGS) and not OF_LOSS.fullmatch(key)]
     return nested({key.removeprefix(KWARGS): settings.raw(key) for key in keys})
 
@@ -219,7 +219,8 @@ def _optimizer(settings: Settings, trainer: str) -> str:
 
 
 def _precision(settings: Settings, trainer: str) -> dict[str, Any]:
-    """The dtype in which weights are loaded, and that of mixed precision; TRL's default of bf16 never holds."""
+    """The dtype in which weights are loaded, and that of mixed precision. Oumi always sets bf16, so TRL's default for it
+    never applies."""
     written = settings.text("model.torch_dtype_str", "auto").lower()
     dtype = DTYPES.get(written, written)
     if dtype not in ("auto", *DTYPES.values()):
@@ -244,17 +245,17 @@ def _precision(settings: Settings, trainer: str) -> dict[str, Any]:
 
 
 def _checkpoints(settings: Settings, trainer: str, sharded: Sharded) -> dict[str, Any]:
-    """Checkpointed activations. Oumi lets accelerate's FSDP checkpoint in the place of the Trainer, also where it is then
-    not used (`prepare_accelerate_fsdp_run`), and gives the Trainer an empty mapping otherwise, for which torch takes
-    use_reentrant=True (torch 2.13 utils/checkpoint.py)."""
+    """The settings of activation checkpointing. With `fsdp.enable_fsdp` Oumi leaves checkpointing to accelerate's FSDP and
+    switches the Trainer's off, even on one GPU, where FSDP is not used (`prepare_accelerate_fsdp_run`). Otherwise it passes
+    the Trainer an empty mapping, so that torch's default use_reentrant=True applies (torch 2.13 utils/checkpoint.py)."""
     asked = settings.switch("training.enable_gradient_checkpointing")
     given = settings.raw("training.gradient_checkpointing_kwargs.use_reentrant")
     asked_for_reentrant = settings.switch("training.gradient_checkpointing_kwargs.use_reentrant", True)
     if sharded.of_oumi and trainer != "OUMI":
         if asked and sharded.num_gpus == 1:
             settings.notes.warnings.append(
-                "On one GPU nothing checkpoints activations: with fsdp.enable_fsdp Oumi leaves them to FSDP, which is not "
-                "used there.",
+                "On one GPU nothing checkpoints activations: with fsdp.enable_fsdp Oumi leaves checkpointing to FSDP, "
+                "which is not used on one GPU.",
                 "training.enable_gradient_checkpointing",
                 "less",
             )
@@ -264,7 +265,7 @@ def _checkpoints(settings: Settings, trainer: str, sharded: Sharded) -> dict[str
         settings.notes.assumptions.append("training.use_deterministic switches gradient checkpointing off.")
         return {"gradient_checkpointing": False}
     if asked and given is None:
-        settings.notes.assumptions.append("use_reentrant is not given; Oumi leaves it to torch, which takes true.")
+        settings.notes.assumptions.append("use_reentrant is not given; Oumi leaves it to torch, whose default is true.")
     return {"gradient_checkpointing": asked, "gradient_checkpointing_kwargs": {"use_reentrant": asked_for_reentrant}}
 
 
@@ -281,14 +282,14 @@ def _samples(settings: Settings, trainer: str) -> dict[str, Any]:
     length = settings.integer("model.model_max_length")
     if trainer == "TRL_KTO":  # __post_init__ of TrainingConfig: "Ignored model.model_max_length"
         length = settings.integer(f"{KWARGS}max_length", 1024)
-        notes.assumptions.append(f"model.model_max_length has no effect on KTO; TRL's max_length, {length} tokens, holds.")
+        notes.assumptions.append(f"model.model_max_length has no effect on KTO; TRL's max_length applies, {length} tokens.")
     elif length is None:
         length = settings.integer(f"{KWARGS}max_length")
     if length is None and trainer != "TRL_GRPO":
         length = 2048
         notes.warnings.append(
-            "model.model_max_length is not given, so that samples are as long as they are; 2048 tokens are assumed. Give "
-            "that of the longest: --sequence-length.",
+            "model.model_max_length is not given, so samples are not cut; 2048 tokens are assumed. Give the length of "
+            "the longest sample: --sequence-length.",
             "sequence_length",
             "more",
         )
@@ -319,8 +320,9 @@ def _adapter(settings: Settings, sharded: Sharded) -> dict[str, Any] | None:
 
 
 def _quantise(settings: Settings, training: dict[str, Any], sharded: Sharded) -> None:
-    """Quantise the weights, and put the rest in the dtype that Oumi gives it: under FSDP that of the network, for adapters
-    too, else float32, in which all is then computed that bitsandbytes does not compute, unless precision is mixed."""
+    """Quantise the weights in `training`, and note the dtype of all others. Under FSDP Oumi casts them, adapters too, to
+    the network's dtype. Without FSDP and DeepSpeed they are float32; unless precision is mixed, every operation but
+    bitsandbytes' products then computes in float32."""
     notes, bits = settings.notes, settings.integer("peft.q_lora_bits", 4)
     if bits not in (4, 8):
         raise settings.refuse("peft.q_lora_bits", "must be 4 or 8")
@@ -345,7 +347,8 @@ def _quantise(settings: Settings, training: dict[str, Any], sharded: Sharded) ->
 
 
 def _four_bit_products(settings: Settings, job: TrainingJob) -> dict[str, str]:
-    """The dtype in which 4-bit layers multiply, whatever Oumi casts beside them: float32 unless the configuration says."""
+    """The framework option for the dtype in which 4-bit layers multiply. It does not depend on Oumi's casts: float32 unless
+    the configuration sets another."""
     written = settings.text("peft.bnb_4bit_compute_dtype", "float32")
     dtype = DTYPES.get(written, written)
     if dtype not in DTYPES.values():

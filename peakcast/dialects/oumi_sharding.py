@@ -51,12 +51,12 @@ class Sharded(NamedTuple):
     fsdp: Mapping[str, Any] | None
     num_gpus: int
     of_oumi: bool
-    """Whether FSDP is that of Oumi's own section, for which Oumi switches the Trainer's checkpoints off."""
+    """Whether Oumi's own section `fsdp` asks for FSDP. Oumi then switches the Trainer's checkpointing off."""
 
 
 def sharding_of(pasted: Pasted, settings: Settings) -> Sharded:
-    """How the run is divided. Where accelerate launches it, its FSDP holds and the section `fsdp` does not (train.py: `not
-    is_using_accelerate()`).
+    """How the run is divided. If accelerate launches it, accelerate's FSDP settings apply and the section `fsdp` is ignored
+    (train.py: `not is_using_accelerate()`).
 
     Raises: SpecError if both FSDP and DeepSpeed are asked for.
     """
@@ -142,8 +142,8 @@ def _precision(settings: Settings) -> dict[str, Any]:
         return {}
     if settings.text("training.mixed_precision_dtype", "NONE").upper() == "NONE":
         settings.notes.warnings.append(
-            f"deepspeed.precision={asked} is written as auto, which the Trainer fills in as off without "
-            "training.mixed_precision_dtype; DeepSpeed then takes no 16-bit weights. It is counted as on.",
+            f"Oumi writes deepspeed.precision={asked} as auto, which without training.mixed_precision_dtype means off: "
+            "DeepSpeed then keeps float32 weights. It is counted as on.",
             "deepspeed.precision",
         )
     return {asked: {"enabled": True}}

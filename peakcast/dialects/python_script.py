@@ -105,8 +105,9 @@ def values_of(calls: Sequence[FunctionCall], source: str) -> dict[str, Any]:
 
 
 def _reference(trainer: FunctionCall) -> str:
-    """The source of the network that the program gives a trainer of preferences as reference, which TRL then keeps beside
-    adapters too (trl 1.16 trainer/dpo_trainer.py, kto_trainer.py); "" where it is None, or only running would tell."""
+    """The source of the network that the program gives a trainer of preferences as reference, which TRL then keeps even if
+    adapters are trained (trl 1.16 trainer/dpo_trainer.py, kto_trainer.py); "" if it is None, or if only running the program
+    would tell."""
     second = trainer.arguments[1] if len(trainer.arguments) > 1 else None
     given = trainer.keywords.get("ref_model", second)
     source = given.source if isinstance(given, NotGiven) else given if isinstance(given, str) else ""
@@ -114,9 +115,9 @@ def _reference(trainer: FunctionCall) -> str:
 
 
 def _longest_texts(calls: Sequence[FunctionCall]) -> tuple[int | None, int | None]:
-    """Tokens at which the program cuts its texts, and its targets: the most that a call with `truncation` and `max_length`
-    gives, as calls of tokenizers do; None where none says a number. Of targets are calls with `text_target`, else, where
-    calls give two numbers, those with the lower one."""
+    """(most tokens of a text, most tokens of a target), each None if no call gives it. Both come from calls with
+    `truncation` and `max_length`, such as a tokenizer's, of which the largest number counts. Calls with `text_target` limit
+    targets; if there are none and calls give two numbers, the lower one is that of targets."""
     cuts = [call.keywords for call in calls if call.keywords.get("truncation")]
     sizes = {size for cut in cuts if isinstance(size := cut.get("max_length"), int) and size > 0}
     targets = {size for cut in cuts if "text_target" in cut and isinstance(size := cut.get("max_length"), int)}
@@ -234,8 +235,8 @@ def _length_of_texts(about: Mapping[str, Any], training: dict[str, Any], notes: 
         notes.assumptions.append(f"texts are as long as the program's tokenizer leaves them: max_length={cut}.")
     else:
         notes.warnings.append(
-            "The program does not say how many tokens a sequence has (no call with truncation and max_length); 1,024 are "
-            "counted, and the peak grows with them: --sequence-length says yours.",
+            "The program does not say how many tokens a sequence has (no call with truncation and max_length); 1,024 "
+            "are assumed, and the peak grows with them. Give yours: --sequence-length.",
             "max_length",
         )
 
@@ -248,8 +249,8 @@ def _prepared(about: Mapping[str, Any], training: dict[str, Any], notes: Notes) 
 
 
 def _widened(job: TrainingJob, notes: Notes) -> TrainingJob:
-    """`job` after peft's prepare_model_for_kbit_training, which makes float32 of all 16-bit weights that bitsandbytes has
-    not quantised, and of none beside GPTQ's (peft 0.21 utils/other.py)."""
+    """`job` after peft's prepare_model_for_kbit_training, which casts all 16-bit weights that bitsandbytes has not
+    quantised to float32, but none of a network that GPTQ has quantised (peft 0.21 utils/other.py)."""
     if job.finetuning.quantization == "gptq":
         return job
     if job.finetuning.quantization and job.parallelism.world_size == 1:
@@ -266,7 +267,7 @@ def _widened(job: TrainingJob, notes: Notes) -> TrainingJob:
 
 def _partitioned_later(job: TrainingJob, notes: Notes) -> TrainingJob:
     """`job` of a program that loads the network before it makes its training arguments: transformers does not know of
-    ZeRO-3 by then, so that the network is not made within `zero.Init` (4.40, 5.17 integrations/deepspeed.py)."""
+    ZeRO-3 yet, so the network is not created under `zero.Init` (4.40, 5.17 integrations/deepspeed.py)."""
     if job.parallelism.zero_stage < 3:
         return job
     job = job.replace(framework_options=FrozenMapping({**job.framework_options, "partitions_as_made": False}))
@@ -281,7 +282,8 @@ def _partitioned_later(job: TrainingJob, notes: Notes) -> TrainingJob:
 
 
 def _generation(settings: Settings, training: dict[str, Any], about: Mapping[str, Any]) -> None:
-    """Read vLLM inside Unsloth: with `fast_inference` it gets the fraction `gpu_memory_utilization` of the GPU."""
+    """Read the settings of vLLM inside Unsloth: with `fast_inference`, vLLM gets the fraction `gpu_memory_utilization` of
+    the GPU."""
     share = settings.number("gpu_memory_utilization", 0.5)
     if settings.switch("fast_inference"):
         training |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": share}

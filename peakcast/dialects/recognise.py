@@ -246,9 +246,9 @@ def recognised(values: Mapping[str, Any], program: str = "") -> list[Recognised]
         if word in PROGRAMS and name not in PROGRAMS[word]:
             continue
         for sign, sure in (*((sign, True) for sign in dialect.signs), *((sign, False) for sign in dialect.weak)):
-            told = [next((option for option in word.split("|") if option in keys), "") for word in sign.split()]
-            if all(told):
-                found.append(Recognised(name, " and ".join(told), sure))
+            matched = [next((option for option in word.split("|") if option in keys), "") for word in sign.split()]
+            if all(matched):
+                found.append(Recognised(name, " and ".join(matched), sure))
                 break
         if found and found[-1].sure:
             break

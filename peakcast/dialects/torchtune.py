@@ -137,8 +137,8 @@ def _preference(job: TrainingJob, method: str, notes: Notes) -> TrainingJob:
     job = with_method(job, "dpo", "loss._component_", notes, whole_logits="torchtune (rlhf/loss/dpo.py)", log_softmax=True)
     if method == "full" and job.parallelism.sharding != "none":
         notes.unsupported.append(
-            "torchtune gathers its reference layer by layer (recipes/full_dpo_distributed.py); the answer is for one "
-            "that is gathered whole, as TRL does.",
+            "torchtune gathers its reference layer by layer (recipes/full_dpo_distributed.py); the answer is for a "
+            "reference that is gathered whole, as in TRL.",
             "ref_checkpointer",
             "less",
         )
@@ -151,8 +151,8 @@ def _note_unmodelled(settings: Settings) -> None:
             settings.notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled; LoRA is.", key, "more")
     if settings.raw("quantizer._component_"):
         settings.notes.unsupported.append(
-            f"quantizer._component_={settings.raw('quantizer._component_')!r} is not modelled: training for quantisation "
-            "makes copies of weights and inputs as their quantised values.",
+            f"quantizer._component_={settings.raw('quantizer._component_')!r} is not modelled: quantisation-aware "
+            "training also makes copies of weights and inputs that are rounded to their quantised values.",
             "quantizer._component_",
             "more",
         )
@@ -173,7 +173,7 @@ def _checkpointing(settings: Settings) -> ActivationCheckpointing:
 
 def _options(settings: Settings, *, sharded: bool, method: str) -> dict[str, Any]:
     """Differences from torchtune's conventions: how the loss is compiled, the units of FSDP2, and when they are resharded.
-    Of torchtune's recipes only lora_finetune_single_device runs the loss that it has compiled."""
+    Among torchtune's recipes only lora_finetune_single_device runs the loss that it compiles."""
     options: dict[str, Any] = {}
     if settings.text("loss._component_").endswith(f".{CHUNKED_LOSS}"):
         options |= {"loss_kernel": "chunked_logits", "logits_chunks": settings.integer("loss.num_output_chunks", 8) or 8}
@@ -183,8 +183,8 @@ def _options(settings: Settings, *, sharded: bool, method: str) -> dict[str, Any
     if sharded and ({"tok_embeddings", "output"} <= set(layers) or settings.switch("memory_efficient_fsdp_wrap")):
         options["fsdp2_units"] = "ends"
     elif layers and sharded:
-        said = f"custom_sharded_layers={' '.join(layers)} is not modelled; layers alone are FSDP's units."
-        settings.notes.unsupported.append(said)
+        sentence = f"custom_sharded_layers={' '.join(layers)} is not modelled; layers alone are FSDP's units."
+        settings.notes.unsupported.append(sentence)
     if not settings.switch("fsdp_reshard_after_forward", True) and sharded:
         options["fsdp_reshard_after_forward"] = False
     if settings.switch("optimizer_in_bwd"):

@@ -37,7 +37,8 @@ class ReadOptions:
 
 NOTHING = ReadOptions()
 FEWEST_UNKNOWN = 6
-"""So many unknown keys make training arguments another program's, if they are most of the keys."""
+"""Training arguments with at least this many unknown keys are treated as another program's, if most of their keys are
+unknown."""
 
 
 def translated(pasted: Pasted, options: ReadOptions = NOTHING) -> Translation:
@@ -97,7 +98,7 @@ def _not_recognised(pasted: Pasted) -> SpecError:
     module = "." in pasted.program and not pasted.program.endswith((".py", ".sh"))
     command = f"python -m {pasted.program}" if module else pasted.program
     return SpecError(
-        f"{pasted.where} is no configuration that is known here (its keys: {_some(pasted.values)}). "
+        f"{pasted.where} is not recognised (its keys: {_some(pasted.values)}). "
         + (f"Run it on fake tensors: peakcast dryrun -- {command} ... " if pasted.program else "")
         + f"{'Or give' if pasted.program else 'Give'} the model and the step as a job (--model, --micro-batch-size, "
         "--sequence-length, --sharding and the like); if peakcast reads such files, say what it is by --dialect.",
@@ -108,7 +109,8 @@ def _not_recognised(pasted: Pasted) -> SpecError:
 def _other_readings(
     pasted: Pasted, name: str, others: Sequence[Recognised], job: TrainingJob
 ) -> Iterator[AlternativeReading]:
-    """What `pasted` would be as a configuration of the dialects `others`, unless that is `job`, which it is as `name`."""
+    """The readings of `pasted` as a configuration of each of the dialects `others`, without those that also give `job`, its
+    reading as dialect `name`."""
     for other in others:
         with contextlib.suppress(PeakcastError):
             read = _reader(other.name)(pasted)
@@ -181,7 +183,7 @@ def companions(files: Sequence[str | Path | Document]) -> dict[str, Mapping[str,
             raise SpecError(f"{where} is {title}, and another was given already; keep one.", parameter="with")
         if name is None:
             keys = _some(values)
-            raise SpecError(f"{where} is no configuration that is known here (its keys: {keys}).", parameter="with")
+            raise SpecError(f"{where} is not recognised (its keys: {keys}).", parameter="with")
         found[name] = values
         found[file_name] = values
     return found

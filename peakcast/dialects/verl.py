@@ -59,7 +59,8 @@ NEWER_SFT = re.compile(r"(^|[./])sft_trainer(_ray)?(\.py)?$")
 SFT_SWITCHES = ("data.use_dynamic_bsz", "model.use_remove_padding", "model.enable_gradient_checkpointing")
 """Switches that it has on by default (verl 0.9.1 trainer/config/sft_trainer_engine.yaml, model/hf_model.yaml)."""
 FSDP_SFT_DEFAULTS = {"model.strategy": ("fsdp2", "0.4.0"), "model.enable_gradient_checkpointing": (True, "0.4.1")}
-"""What fsdp_sft_trainer's own file has, since which release (verl 0.3.0, 0.4.0, 0.4.1 trainer/config/sft_trainer.yaml)."""
+"""Setting -> (its value in fsdp_sft_trainer's own configuration file, the first release whose file has that value). Source:
+verl 0.3.0, 0.4.0, 0.4.1 trainer/config/sft_trainer.yaml."""
 DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 
 
@@ -101,21 +102,22 @@ def from_verl(pasted: Pasted) -> Translation:
 
 
 def _sft_defaults(values: dict[str, Any], pasted: Pasted, notes: Notes) -> dict[str, Any]:
-    """The settings that verl's program of supervised fine-tuning has where `values` does not give them. A file of settings
-    without a program is one of verl's own, and has them all."""
+    """The defaults of verl's SFT program for settings that `values` does not give. A settings file that is given without a
+    program is one of verl's own, which gives all of them."""
     if NEWER_SFT.search(pasted.program):
-        taken: dict[str, Any] = {key: True for key in SFT_SWITCHES if key not in values}
-        notes.assumptions += [f"{key} is not given; verl's sft_trainer takes True." for key in taken]
-        return taken
+        defaults: dict[str, Any] = {key: True for key in SFT_SWITCHES if key not in values}
+        notes.assumptions += [f"{key} is not given; the default of verl's sft_trainer is True." for key in defaults]
+        return defaults
     first = "data.micro_batch_size" in values and "data.micro_batch_size_per_gpu" not in values  # see `_batch`
     release = pasted.versions.given.get("verl", "0.2" if first else "main")
-    held = {key: since for key, since in FSDP_SFT_DEFAULTS.items() if key not in values}
-    taken = {key: value for key, (value, since) in held.items() if compare(release, f">={since}")}
-    for key, value in taken.items():
+    not_given = {key: since for key, since in FSDP_SFT_DEFAULTS.items() if key not in values}
+    defaults = {key: value for key, (value, since) in not_given.items() if compare(release, f">={since}")}
+    for key, value in defaults.items():
         notes.assumptions.append(
-            f"{key} is not given; verl takes {value} since {held[key][1]}; for an older release --versions verl=0.3."
+            f"{key} is not given; verl's default is {value} since {not_given[key][1]}; for an older release --versions "
+            "verl=0.3."
         )
-    return taken
+    return defaults
 
 
 def _megatron(settings: Settings, inside: str, pasted: Pasted) -> str:
@@ -202,8 +204,8 @@ def _optimizer(settings: Settings, inside: str) -> str:
 
 
 def _batch(settings: Settings, inside: str, num_gpus: int, generation: Generation | None) -> dict[str, int | None]:
-    """The micro-batch, the number of them in a step, and the length. With `use_dynamic_bsz` a micro-batch is one row of
-    tokens, as many as it may have."""
+    """The micro-batch, the number of them in a step, and the length. With `use_dynamic_bsz` a micro-batch is one row with
+    the largest number of tokens that is allowed."""
     own = f"{inside}ppo_" if inside else "data."
     dynamic = settings.switch(f"{inside}use_dynamic_bsz" if inside else "data.use_dynamic_bsz")
     tokens_key = f"{inside}ppo_max_token_len_per_gpu" if inside else "data.max_token_len_per_gpu"
@@ -211,8 +213,8 @@ def _batch(settings: Settings, inside: str, num_gpus: int, generation: Generatio
     if micro is None and whole is not None:  # of all ranks together (`_normalize_config_bsz`, verl until 0.2)
         micro = max(1, whole // num_gpus)
         settings.notes.assumptions.append(
-            f"{settings.spell(f'{own}micro_batch_size')}={whole} is of all GPUs together, as in verl's first releases: "
-            f"{micro} on each. Later ones read {own}micro_batch_size_per_gpu alone."
+            f"{settings.spell(f'{own}micro_batch_size')}={whole} counts the samples of all GPUs together, as in verl's "
+            f"first releases: {micro} on each. Later releases read only {own}micro_batch_size_per_gpu."
         )
     tokens = settings.integer(tokens_key, 16384 if inside else 8192)
     total = settings.integer(f"{own}mini_batch_size" if inside else "data.train_batch_size", 256)
@@ -317,12 +319,12 @@ def _adapter(settings: Settings, model: str) -> dict[str, Any] | None:
 
 
 def _sequence_parallelism(settings: Settings, inside: str, job: TrainingJob) -> TrainingJob:
-    """`job` with a rank's part of its sequences under Ulysses. A micro-batch that is filled up to a number of tokens for
-    each GPU has that number on each rank (verl 0.6.1 workers/actor/dp_actor.py `max_token_len`)."""
+    """`job` with a rank's part of its sequences under Ulysses. If micro-batches are filled up to a number of tokens per
+    GPU, each rank has that many tokens (verl 0.6.1 workers/actor/dp_actor.py `max_token_len`)."""
     names = _ulysses(inside)
     if not settings.switch(f"{inside}use_dynamic_bsz" if inside else "data.use_dynamic_bsz"):
         return with_shared_sequences(job, settings, *names)
-    what = "Ulysses sequence parallelism over GPUs, and what its exchange for attention holds,"
+    what = "Ulysses sequence parallelism over GPUs, and the buffers of its exchange for attention,"
     note_unsupported(settings, dict.fromkeys(names, what))
     return job
 

@@ -30,7 +30,7 @@ SIZES = (
 MOVED = ("param_offload", "optimizer_offload", "grad_offload")
 OVERRIDDEN = ("override_transformer_config", "override_ddp_config")
 NARROW_STATES = ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-"""Settings of `optim` that hold with `use_precision_aware_optimizer` alone."""
+"""Settings of `optim` that only have an effect with `use_precision_aware_optimizer`."""
 DETAILS = re.compile(
     r"_target_|seed|use_mbridge|vanilla_mbridge|use_dist_checkpointing|dist_checkpointing_\w+|use_remove_padding|override_mcore_model\S*"
     r"|forward_only|dtype|load_weight|router_replay\S*|use_megatron_fsdp_off|default_model_config|extra|lora_.*"
@@ -67,14 +67,14 @@ def megatron_job(
     flags |= _batch_flags(step, flags, num_gpus)
     if network.moe is None:
         flags = {key: value for key, value in flags.items() if not key.startswith("expert_")}
-    else:  # Megatron's settings of experts count only beside their number
+    else:  # Megatron reads settings of experts only beside their number
         flags["num_experts"] = network.moe.num_experts
     versions = pasted.versions.of("megatron")
     job = notes.include(from_megatron(flags_of_yaml(flags, notes), num_gpus, {}, versions, network))
     written = overridden | of_optimizer
     for names in (notes.ignored, notes.unknown):
-        told = (name for name in names if name != "num-experts")  # which is given here, not by the user
-        names[:] = [written.get(name.replace("-", "_"), name) for name in told]
+        given_names = (name for name in names if name != "num-experts")  # which is given here, not by the user
+        names[:] = [written.get(name.replace("-", "_"), name) for name in given_names]
     return _with_lora(job, settings)
 
 

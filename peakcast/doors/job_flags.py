@@ -229,13 +229,13 @@ def job_from_flags(
 
 
 def _nothing_to_go_with(beside: ReadOptions) -> SpecError:
-    rule = "goes with a configuration, and none is given; give its file first"
+    rule = "goes with a configuration file, and none is given; give that file first"
     if beside.num_gpus is None:
         flag, value = ("--with", beside.files[0]) if beside.files else ("--dialect", beside.dialect)
         return SpecError(f"{flag} {value} {rule}.", parameter=flag.strip("-"), value=str(value))
     return SpecError(
-        f"--num-gpus {beside.num_gpus} {rule}, or say with --model what the GPUs do, such as "
-        f"--data-parallel-size {beside.num_gpus} --sharding fsdp2, or --tensor-parallel-size.",
+        f"--num-gpus {beside.num_gpus} {rule}. With --model, say how the GPUs share the work instead: "
+        f"--data-parallel-size {beside.num_gpus} --sharding fsdp2, --tensor-parallel-size and the like.",
         parameter="num_gpus",
         value=beside.num_gpus,
     )

@@ -32,7 +32,8 @@ FREE = "none known"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to need less memory: the fields of a job that it changes (none if it does not apply), and what that costs."""
+    """One way to need less memory: the fields of a job that it changes (none if it does not apply), and the price of the
+    change."""
 
     name: str
     sentence: str
@@ -114,8 +115,8 @@ def _narrow_gradients(job: TrainingJob) -> Changes:
 
 
 def _no_main_weights(job: TrainingJob) -> Changes:
-    kept = job.precision.main_parameters is not None and job.framework != "megatron"  # Megatron-LM always has them
-    return _when(kept, {"precision.main_parameters": None})
+    can_drop_them = job.precision.main_parameters is not None and job.framework != "megatron"  # which always has them
+    return _when(can_drop_them, {"precision.main_parameters": None})
 
 
 def _sequence_parallel(job: TrainingJob) -> Changes:
@@ -308,9 +309,9 @@ def advice(
 def first_to_try(job: TrainingJob, device: Device | None, rank: int, count: int = 3) -> tuple[Advice, ...]:
     """Up to `count` changes, each applied on top of those before it, and each the one that then saves most: if a step has
     two peaks of nearly the same height, only changes to both lower the maximum. Changes that do not alter the training come
-    first. The bytes of a change are what it saves beyond the changes before it. If the step needs more than `device` has,
-    the mildest change that makes it fit is preferred to the one that saves most. If `count` changes are not enough, up to
-    `MORE_TO_FIT` more are added, provided that the job then fits."""
+    first. The bytes of a change are what it saves beyond the changes before it. If the step needs more than `device` has, a
+    change that makes it fit is preferred to the one that saves most; of several such changes, the one that comes first in
+    `CANDIDATES`. If `count` changes are not enough, up to `MORE_TO_FIT` more are added, provided that the job then fits."""
     room = _room(job, device)
     found: list[Advice] = []
 

@@ -121,7 +121,7 @@ def _trained_bytes(share: StageOfJob) -> int:
     job, rows = share.job, parameter_rows(share.job, 0)
     if job.finetuning.method == "full":
         return sum(prod(row.shape) for row in rows) * int(DTYPE_BYTES[job.precision.gradients])
-    return sum(prod(row.shape) for row in rows if ".lora_" in row.name) * int(DTYPE_BYTES[adapter_dtype(job)])
+    return sum(prod(row.shape) for row in rows if row.is_trained_adapter) * int(DTYPE_BYTES[adapter_dtype(job)])
 
 
 def _replicated(share: StageOfJob) -> Iterator[CollectiveCall]:

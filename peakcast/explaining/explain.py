@@ -113,8 +113,8 @@ def _assumptions(job: TrainingJob, device: Device | None, source: str, asked: in
         sentences.append(_kernels(device))
     elif device is None:
         sentences.append("no GPU type is given, so library workspaces and what kernels allocate inside are left out.")
-    elif said := rests_on_readings(job, device):
-        sentences.append(said)
+    elif sentence := rests_on_readings(job, device):
+        sentences.append(sentence)
     if asked is None and job.parallelism.world_size > 1:
         sentences.append(worst_rank(job, rank))
     return sentences

@@ -23,33 +23,34 @@ def cache_bytes_per_token(job: TrainingJob) -> int:
 def cache_sentences(job: TrainingJob, device: Device, p: Prediction) -> tuple[str, ...]:
     """How large the cache of `job` is, how many tokens of cache a server on `device` would have room for beside the same
     weights and activations, and the share of the GPU that it needs for this job's cache."""
-    each = cache_bytes_per_token(job)
+    token_bytes = cache_bytes_per_token(job)
     tokens = (job.inference.prompt_length or job.sequence_length) + (job.inference.new_tokens or 1) - 1
     window = job.architecture.sliding_window
     ranks = job.parallelism.tensor_parallel_size
     on_each = f" on each of {ranks} GPUs" if ranks > 1 else ""
     windowed = f" (in layers with a window of the last {window:,})" if window else ""
-    size = format_gib(each * tokens * job.micro_batch_size)
+    size = format_gib(token_bytes * tokens * job.micro_batch_size)
     sentences = [
-        f"Key-value cache: {each / KIB:,.4g} KiB for each token{windowed}{on_each}, "
+        f"Key-value cache: {token_bytes / KIB:,.4g} KiB for each token{windowed}{on_each}, "
         f"{job.micro_batch_size:,} × {tokens:,} tokens: {size}."
     ]
-    taken = p.peak_allocated_bytes.point - p.composition.get("kv_cache", 0)
-    room = SERVER_SHARE * device.cuda_memory_bytes - taken
-    if room > 0:
+    other_bytes = p.peak_allocated_bytes.point - p.composition.get("kv_cache", 0)
+    room_bytes = SERVER_SHARE * device.cuda_memory_bytes - other_bytes
+    if room_bytes > 0:
+        least_share = _share(other_bytes + token_bytes * tokens * job.micro_batch_size, device)
         sentences.append(
             f"vLLM takes {SERVER_SHARE:g} of {'each' if ranks > 1 else 'the'} GPU at start (gpu_memory_utilization): after "
-            f"these weights it has room for about {_round(room / each):,} tokens of cache. The tokens asked for alone need "
-            f"gpu_memory_utilization={_share(taken + each * tokens * job.micro_batch_size, device):.2f}."
+            f"these weights it has room for about {_round(room_bytes / token_bytes):,} tokens of cache. The tokens asked "
+            f"for alone need gpu_memory_utilization={least_share:.2f}."
         )
     return tuple(sentences)
 
 
 def _share(num_bytes: int, device: Device) -> float:
-    """The part of the GPU's memory that holds `num_bytes`, in hundredths, rounded up."""
+    """`num_bytes` as a fraction of the GPU's memory, rounded up to hundredths."""
     return -(-num_bytes * 100 // device.cuda_memory_bytes) / 100
 
 
 def _round(number: float) -> int:
-    """`number` to two digits: what else a server holds is not known more exactly."""
+    """`number` rounded to two digits, because a server's other memory is not known more exactly."""
     return int(float(f"{number:.2g}"))

@@ -118,7 +118,7 @@ class _Gap:
 GAPS = (
     _Gap(lambda job: job.task == "train", "evaluation, generation and saving checkpoints during the run"),
     _Gap(
-        lambda job: job.task == "inference", "what a server such as vLLM or TGI allocates: this is transformers' generate()"
+        lambda job: job.task == "inference", "the memory of a server such as vLLM or TGI: this is transformers' generate()"
     ),
     _Gap(lambda job: not job.other_memory_fraction, "other processes on the GPU (give their part, other_memory_fraction)"),
     _Gap(lambda job: job.task == "train" and not lengths_change(job), "batches of other lengths (give the longest)"),
@@ -128,6 +128,6 @@ GAPS = (
 
 
 def not_modelled(job: TrainingJob) -> tuple[str, ...]:
-    """Sentences about what a run of any such job may allocate and no number includes. What is special to the job is in
-    findings."""
+    """What runs of such jobs may allocate in general and no number includes, as sentences. Findings say what is not
+    modelled of this job in particular."""
     return tuple(gap.sentence for gap in GAPS if gap.holds(job))

@@ -75,7 +75,7 @@ def _where(reason: PeakReason) -> str:
 
 
 def _listed(sizes: Mapping[str, int], total: int) -> str:
-    """The parts worth naming, the largest first, then the rest as one."""
+    """The sizes in words: those worth naming, the largest first, then the sum of the rest."""
     named = [(name, size) for name, size in sizes.items() if size >= WORTH_NAMING * total]
     rest = sum(sizes.values()) - sum(size for _, size in named)
     parts = [f"{category_name(name)} {format_gib(size)}" for name, size in named]
@@ -103,9 +103,9 @@ def _since(reason: PeakReason) -> str:
     least = WORTH_NAMING * reason.num_bytes
     grown = [f"{category_name(n)} grew by {format_gib(s)}" for n, s in reason.grown_bytes.items() if s >= least]
     released = [f"{format_gib(-s)} of {category_name(n)}" for n, s in reason.grown_bytes.items() if -s >= least]
-    told = [" and ".join(grown), f"{' and '.join(released)} were freed" if released else ""]
-    said = ", while ".join(part for part in told if part) or "nothing large changed"
-    return f"Since the end of {phase_name(reason.previous_phase)}, {said}."
+    changes = [" and ".join(grown), f"{' and '.join(released)} were freed" if released else ""]
+    sentence = ", while ".join(part for part in changes if part) or "nothing large changed"
+    return f"Since the end of {phase_name(reason.previous_phase)}, {sentence}."
 
 
 def _next(reason: PeakReason) -> str:
@@ -129,7 +129,7 @@ SQUARE_ROOTS = ("exp_avg_sq_sqrt", "_foreach_sqrt")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the causes look at: the timeline at its peak, and the job."""
+    """The facts from which causes are recognised: the timeline at its peak, and the job."""
 
     reason: PeakReason
     timeline: Timeline
@@ -212,22 +212,22 @@ def _logits(facts: Facts) -> str:
 
 
 def _activations(facts: Facts) -> str:
-    timeline, kept = facts.timeline, {}  # type: Timeline, dict[str, int]
+    timeline, bytes_of_layer = facts.timeline, {}  # type: Timeline, dict[str, int]
     for i in np.flatnonzero(facts.alive & (timeline.categories == Category.ACTIVATIONS)).tolist():
         if timeline.modules[i].startswith("layers."):
-            kept[timeline.modules[i]] = kept.get(timeline.modules[i], 0) + int(timeline.num_bytes[i])
-    most = max(kept, key=lambda module: kept[module])
-    total = format_gib(sum(kept.values()))
-    if facts.job is not None and facts.job.activation_checkpointing.mode == "full" and len(kept) > 1:
-        least = min(kept.values())
+            bytes_of_layer[timeline.modules[i]] = bytes_of_layer.get(timeline.modules[i], 0) + int(timeline.num_bytes[i])
+    most = max(bytes_of_layer, key=lambda module: bytes_of_layer[module])
+    total = format_gib(sum(bytes_of_layer.values()))
+    if facts.job is not None and facts.job.activation_checkpointing.mode == "full" and len(bytes_of_layer) > 1:
+        least = min(bytes_of_layer.values())
         return (
-            f"Checkpointing keeps {format_gib(least, 3)} of each layer ({total} over {len(kept)} layers, with "
-            f"{format_gib(kept[most])} of {most}, which is being recomputed)."
-            if kept[most] > 2 * least
-            else f"Checkpointing keeps {format_gib(least, 3)} of each of {len(kept)} layers, {total} together."
+            f"Checkpointing keeps {format_gib(least, 3)} of each layer ({total} over {len(bytes_of_layer)} layers, with "
+            f"{format_gib(bytes_of_layer[most])} of {most}, which is being recomputed)."
+            if bytes_of_layer[most] > 2 * least
+            else f"Checkpointing keeps {format_gib(least, 3)} of each of {len(bytes_of_layer)} layers, {total} together."
         )
-    largest = f"{most} most with {format_gib(kept[most], 3)}"
-    return f"{len(kept)} layers keep {total} of activations for the backward pass, {largest}."
+    largest = f"{most} most with {format_gib(bytes_of_layer[most], 3)}"
+    return f"{len(bytes_of_layer)} layers keep {total} of activations for the backward pass, {largest}."
 
 
 def _keeps_layers(facts: Facts) -> bool:

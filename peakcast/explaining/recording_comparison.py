@@ -20,7 +20,7 @@ from peakcast.timelines.timeline import Category, Phase, Timeline
 
 NUM_NAMES = 3
 UNKNOWN_PHASE = "phase unknown"
-"""What people read where a recording does not tell the phase, as without Python stacks."""
+"""Shown to people instead of a phase if a recording does not contain it, as recordings without Python stacks do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

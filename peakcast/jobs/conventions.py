@@ -48,6 +48,11 @@ def _stanzas() -> dict[str, list[dict[str, Any]]]:
     return {name: [*stanzas.get(DRIVEN_BY.get(name, ""), []), *own] for name, own in stanzas.items()}
 
 
+def read_ahead() -> None:
+    """Read the table of conventions now. A process that forks others calls it, since each of them would read it again."""
+    _stanzas()
+
+
 FACTS = {"model_type", "quantization", "fused_linear_cross_entropy", "sharding"}
 """Properties of a job that the `when` of a stanza may name, in addition to versions and other conventions."""
 

@@ -42,7 +42,8 @@ def work(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's and submitit's own
-@pytest.mark.parametrize("name", ["ray", pytest.param("slurm", marks=pytest.mark.whole)])  # submitit asks every few seconds
+@pytest.mark.whole  # Ray starts for seconds, and submitit asks every few seconds; test_runner.py has the local engine
+@pytest.mark.parametrize("name", ["ray", "slurm"])
 def test_every_answer_comes_once_and_a_lost_worker_is_replaced(tmp_path, work, name):
     pytest.importorskip({"ray": "ray", "slurm": "submitit"}[name])
     from peakcast.collectors.measure.runner import collect

@@ -124,6 +124,7 @@ CELLS = {
 LONGEST = (
     *("fsdp1_between", "fsdp2_between", "fsdp1_offloading", "fsdp1_lora_in_layers"),
     *("fsdp1_lora_gathered_ahead", "fsdp1_lora_wide_at_first", "fsdp1_lora_offloading", "fsdp2_trainer_checkpointed"),
+    "fsdp1_lora_prefetching",
 )
 """Micro-batches, offloading, checkpoints and adapters of FSDP are in other cells too."""
 

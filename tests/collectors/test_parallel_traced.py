@@ -99,12 +99,16 @@ def test_a_place_in_the_ring_equals_its_trace_phase_by_phase(ledger_equals_trace
             assert closed_form.peak(phase).num_bytes == pytest.approx(trace.peak(phase).num_bytes, rel=1e-3), phase
 
 
-LONGEST = ("zero_bubble_checkpointed", "zero_bubble", "gpipe_with_ddp_and_split", "all_three", "with_a_ring")
-"""Schedules and layouts that the grid `agreement` has as well, or whose parts the other pipelines have."""
+ONE_STAGE = {"1f1b_checkpointed": 0, "interleaved": -1}
+"""Of the others each traces one of the two stages."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.whole] * (name in LONGEST)) for name in PIPELINES])
-def test_every_stage_of_a_pipeline_equals_its_trace_phase_by_phase(ledger_equals_trace, name):
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [pytest.param(name, (0, -1), marks=pytest.mark.whole) for name in PIPELINES]
+    + [(name, (stage,)) for name, stage in ONE_STAGE.items()],
+)
+def test_every_stage_of_a_pipeline_equals_its_trace_phase_by_phase(ledger_equals_trace, name, stages):
     """Within 0.5 %, of the first and of the last stage, in the first and in a steady step."""
     cell = {"parallelism": PIPELINES[name], "activation_checkpointing.mode": "full" if "checkpointed" in name else "none"}
     micro_batches = 4 if "virtual_pipeline_stages" in PIPELINES[name] else 3  # both warm up, alternate and cool down
@@ -115,8 +119,8 @@ def test_every_stage_of_a_pipeline_equals_its_trace_phase_by_phase(ledger_equals
         base |= {"versions": {"torchtitan": "main"}, "precision.parameters": "float32", "micro_batch_size": 2}
     (job,) = expand({"base": base, "include": [cell]})
     assert out_of_scope(job) == ""
-    for rank in (0, job.parallelism.world_size - 1):
-        ledger_equals_trace(job, rank, rel=5e-3)
+    for stage in stages:
+        ledger_equals_trace(job, stage % job.parallelism.world_size, rel=5e-3)
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -29,7 +29,7 @@ def test_parts_are_frozen_as_told(config, given, frozen, tmp_path):
     values = {"model": str(tmp_path), "train_type": "full", "max_length": "128", **given}
     read = from_swift(Pasted(values=values, where="swift sft", program="swift sft"))
     assert read.job.finetuning.frozen == frozen
-    assert any("unless it is told not to" in sentence for sentence in read.assumptions) == (config is SEES and not given)
+    assert any("projector by default" in sentence for sentence in read.assumptions) == (config is SEES and not given)
     limits = from_swift(Pasted(values=values, where="swift sft", program="swift sft", env={"MAX_PIXELS": "1003520"}))
-    assert any(said.startswith("MAX_PIXELS is of images, and") for said in limits.unsupported) == (config is TEXT)
+    assert any(said.startswith("MAX_PIXELS is a setting of images, but") for said in limits.unsupported) == (config is TEXT)
     assert not [finding for finding in read.findings if "freeze" in finding.parameter]

@@ -86,7 +86,7 @@ def test_a_config_is_read_alike_as_a_mapping_a_file_a_folder_and_from_the_hub(sa
 @pytest.mark.parametrize(
     ("network", "given", "said"),
     [
-        (BERT, {}, "the checkpoint's: float32 in old ones"),
+        (BERT, {}, "the checkpoint's, which is float32 in old ones"),
         ("bert-base", {}, "transformers loads bert-base in float32"),
         (BERT, {"precision": {"parameters": "float32"}}, ""),
         (BERT, {"framework": "torch"}, ""),

@@ -73,7 +73,7 @@ def test_deepspeed_is_written_as_oumi_writes_it():
     found = read({"deepspeed": ZERO}, gpus=2)
     layout, offload = found.job.parallelism, found.job.offload
     assert (found.job.framework, layout.zero_stage, offload.optimizer, offload.parameters) == ("deepspeed", 3, True, False)
-    assert any("takes no 16-bit weights" in sentence for sentence in found.warnings)
+    assert any("keeps float32 weights" in sentence for sentence in found.warnings)
     with pytest.raises(SpecError, match=r"cannot be given with fsdp\.enable_fsdp"):
         read({"deepspeed": ZERO}, FSDP, gpus=2)
 

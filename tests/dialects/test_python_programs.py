@@ -84,7 +84,7 @@ def test_texts_are_as_long_as_the_tokenizer_leaves_them():
     )
     assert translation_of(program).job.sequence_length == 768
     unsaid = translation_of(program.replace("truncation=True, max_length=768", ""))
-    assert any("--sequence-length says yours" in sentence for sentence in unsaid.warnings)
+    assert any("Give yours: --sequence-length" in sentence for sentence in unsaid.warnings)
 
 
 def test_accelerates_file_beside_a_program_is_used(tmp_path):
@@ -304,7 +304,7 @@ def test_a_recipe_of_megatron_bridge_is_read_from_the_package(tmp_path, monkeypa
     assert (job.gradient_accumulation_steps, job.parallelism.zero_stage) == (8, 1)
     assert (read.unknown, read.warnings) == ((), ())
     (warning,) = translation_of(text.replace("train.micro", "dataset.sequence_length=2048 train.micro")).warnings
-    assert warning.startswith("dataset.sequence_length=2048 is not model.seq_length=4096, which is counted")
+    assert warning.startswith("dataset.sequence_length=2048 differs from model.seq_length=4096")
     assert "megatron.bridge" not in sys.modules
 
 

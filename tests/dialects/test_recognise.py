@@ -234,7 +234,7 @@ def test_each_dialect_refuses_with_the_key_and_the_rule(name, values, says):
 
 def test_a_model_and_a_folder_alone_are_no_training_arguments():
     """Scripts that convert or start a model have both, and train nothing."""
-    with pytest.raises(SpecError, match=r"no configuration that is known .*peakcast dryrun -- expand\.py"):
+    with pytest.raises(SpecError, match=r"is not recognised .*peakcast dryrun -- expand\.py"):
         translation_of("python scripts/expand.py --model_name_or_path gpt2 --output_dir out\n")
     assert dialect_of({"model_name_or_path": "gpt2", "dataset_name": "x", "output_dir": "out"}) == "training"
 
@@ -253,7 +253,7 @@ def test_a_file_is_searched_in_the_folders_above_as_its_project_runs_there(tmp_p
 
 def test_an_unknown_mapping_lists_what_is_known():
     with pytest.raises(
-        SpecError, match=r"no configuration that is known here \(its keys: foo\).*--dialect"
+        SpecError, match=r"is not recognised \(its keys: foo\).*--dialect"
     ):
         translation_of({"foo": 1})
     with pytest.raises(SpecError, match="architecture is required and missing"):

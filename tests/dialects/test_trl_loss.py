@@ -27,7 +27,7 @@ def test_recordings_run_it_where_trl_is_installed(installed, monkeypatch):
     monkeypatch.setattr(trl_loss, "find_spec", lambda name: object() if installed else None)
     read = _read(RECORDED)
     assert (read.job.framework_options.get("loss_kernel") == "tiles") is installed
-    assert any("whole ones are counted: pip install trl" in sentence for sentence in read.unsupported) is not installed
+    assert any("all logits are counted: pip install trl" in sentence for sentence in read.unsupported) is not installed
 
 
 def test_without_trl_it_is_said_that_a_run_needs_less(monkeypatch):

@@ -49,7 +49,7 @@ def test_sizes_of_images_and_data_are_known_settings(tmp_path):
     longer = _read(tmp_path, SEES, tune_mm_llm="True", **given, max_length="1024").job
     assert (longer.images.per_sequence, longer.images.size) == (1, (672, 672))
     blind = _read(tmp_path, TEXT, tune_mm_llm="True", **given)
-    assert any(sentence.startswith("max_pixels is of images, and") for sentence in blind.unsupported)
+    assert any(sentence.startswith("max_pixels is a setting of images, but") for sentence in blind.unsupported)
 
 
 def test_checkpoints_of_internvl_have_their_own_word(tmp_path):

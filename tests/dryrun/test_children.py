@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from peakcast.collectors.dryrun import ranks
 from peakcast.collectors.dryrun.command import read_command, trains
 from peakcast.collectors.dryrun.process import _last_lines, _wait
+from peakcast.collectors.dryrun.programs import install_python
 from peakcast.collectors.dryrun.rank_counts import start_one_rank
 from peakcast.collectors.dryrun.tools import is_tool as named_a_tool
 from peakcast.core.errors import SpecError
@@ -131,9 +134,9 @@ SAYS = {
 """Ways to start two."""
 
 
-@pytest.mark.parametrize(("starts", "number"), [(SAYS["launcher"], 2)] + [
+@pytest.mark.parametrize(("starts", "number"), [(SAYS["spawn"], 2)] + [
     pytest.param(starts, number, marks=pytest.mark.whole)
-    for starts, number in ((COUNTS["torchrun"], 1), (COUNTS["spawn"], 1), (COUNTS["launcher"], 1), (SAYS["spawn"], 2))
+    for starts, number in ((COUNTS["torchrun"], 1), (COUNTS["spawn"], 1), (COUNTS["launcher"], 1), (SAYS["launcher"], 2))
 ])  # fmt: skip
 def test_ranks_that_a_script_starts_are_counted_or_it_is_said(starts, number, train, tmp_path):
     wrapper = tmp_path / "wrapper.py"
@@ -182,9 +185,22 @@ COMMAND=$(cat command.txt)
 $COMMAND
 """
 """A shell's script that cannot be read, since what it starts is in a file: it runs."""
+SHELL_ASKS = "python -c 'print(6 * 7)'; command -v python; command -v torchrun"
 
 
-@pytest.mark.slow
+def test_shells_find_python_and_its_launchers_and_what_trains_is_followed(tmp_path, monkeypatch):
+    """A shell whose PATH has no Python runs those of this environment."""
+    monkeypatch.setattr(os, "environ", {**os.environ, "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"})
+    install_python({"folder": str(tmp_path)})
+    done = subprocess.run(["bash", "-c", SHELL_ASKS], env=os.environ, capture_output=True, text=True, check=True)
+    number, python, torchrun = done.stdout.split()
+    assert number == "42"
+    assert python == str(tmp_path / "bin" / "python")
+    assert Path(torchrun).resolve() == Path(python)
+    assert "peakcast.collectors.dryrun.started" in Path(python).read_text()
+
+
+@pytest.mark.whole  # the test before it has the programs that a shell finds, and those above what is followed
 def test_what_a_running_shell_starts_is_followed_without_the_environment_on_path(train, tmp_path, monkeypatch):
     folder = tmp_path / "below"
     folder.mkdir()

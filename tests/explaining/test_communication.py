@@ -152,6 +152,20 @@ def test_adapters_alone_are_summed() -> None:
     assert sent(communication(adapted, 0), "data parallel") == pytest.approx(2 * 4 * elements * PART, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("method", "elements"),
+    [
+        ("ia3", 32 * (4096 + 1024 + 1024)),  # a number for each output of q, k and v
+        ("vera", 32 * (256 + 4096 + 256 + 1024)),  # a number for each row of both products; the shared matrices are frozen
+    ],
+)
+def test_adapters_of_other_methods_are_summed_too(method: str, elements: int) -> None:
+    rank = {"rank": 256} if method == "vera" else {"targets": ["q_proj", "k_proj", "v_proj"]}
+    targets = {"targets": ["q_proj", "v_proj"]} if method == "vera" else {}
+    adapted = job({"data_parallel_size": 8}, finetuning={"method": method, **rank, **targets})
+    assert sent(communication(adapted, 0), "data parallel") == pytest.approx(2 * 4 * elements * PART, rel=1e-4)
+
+
 def test_the_distributed_optimizer_scatters_gradients_and_gathers_weights() -> None:
     precision = {"gradients": "float32"}
     rows = communication(megatron({"data_parallel_size": 8, "zero_stage": 1}, precision=precision), 0)

@@ -30,7 +30,7 @@ for job in json.load(sys.stdin):
 
 def test_timelines_and_answers_do_not_hang_on_hashes() -> None:
     said = set()
-    for seed in "123":
+    for seed in "12":
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         asked = {"input": json.dumps(JOBS), "env": environment, "text": True}
         said.add(subprocess.run([sys.executable, "-P", "-c", SAY], capture_output=True, check=True, **asked).stdout)

@@ -150,9 +150,9 @@ def test_an_architecture_is_never_on_both_sides(fakes, monkeypatch):
 
 
 def test_coverage_holds_end_to_end_on_grouped_data(fakes):
-    """40 architectures that each sit at their own offset, as real ones do: bars of unseen ones cover 90 %."""
+    """28 architectures that each sit at their own offset, as real ones do: bars of unseen ones cover 90 %."""
     rows = fakes.rows(
-        num_architectures=40,
+        num_architectures=28,
         rows_each=4,
         noise=0.003,
         hidden=lambda random, unit: 0.01 + 0.006 * float(np.random.default_rng(unit).normal()),

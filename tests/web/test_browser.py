@@ -126,6 +126,7 @@ def test_a_configuration_is_answered_and_a_knob_moves_the_number(phone):
     assert nothing_sticks_out(phone)
 
 
+@pytest.mark.whole  # eight seconds; test_asking.py asks the server by a link
 def test_the_link_reproduces_the_question(page):
     page.fill("#text textarea", "qwen3-0.6b")
     page.click("#predict")

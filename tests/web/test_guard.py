@@ -116,7 +116,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_question_is_answered_with_a_sentence_and_the_next_one_as_ever(port, name):
+def test_a_hostile_question_is_answered_with_a_sentence(port, name):
     begun = time.monotonic()
     answer, *others = question(port, HOSTILE[name])
     assert time.monotonic() - begun < 20
@@ -124,7 +124,13 @@ def test_a_hostile_question_is_answered_with_a_sentence_and_the_next_one_as_ever
     assert not any(others)
     assert "this is a bug" not in answer
     assert "<script" not in answer
-    assert "gpt2 on " in question(port, "gpt2")[0]
+
+
+def test_after_hostile_questions_one_is_answered_as_ever(port):
+    """After one that is cut off, one that is refused as it is read, and one whose job is refused."""
+    for name in ("a key of 90,000 parts", "markup", "layers"):
+        question(port, HOSTILE[name])
+        assert "gpt2 on " in question(port, "gpt2")[0]
 
 
 def test_a_question_has_a_budget():

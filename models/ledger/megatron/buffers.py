@@ -44,13 +44,13 @@ def _owned_parameters(share: RankShare) -> list[list[Parameter]]:
 
 
 def trained_parameters(share: RankShare) -> list[list[Parameter]]:
-    """Those of each model chunk that train: all of them, or adapters alone."""
+    """The parameters of each model chunk that train: all of them, or only the adapters."""
     owned = owned_parameters(share)
     return [[p for p in chunk if p.adapter] for chunk in owned] if share.context.frozen else owned
 
 
 def frozen_parameters(share: RankShare) -> list[Parameter]:
-    """Those that do not train, which are in no buffer."""
+    """The parameters that do not train; they are in no buffer."""
     return [p for chunk in owned_parameters(share) for p in chunk if not p.adapter] if share.context.frozen else []
 
 
@@ -103,7 +103,7 @@ class Buffer:
         return [(p, p.numel) for p in self.parameters]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def buffers(share: RankShare) -> list[Buffer]:
     """The contiguous buffers of the rank: for each chunk, one for the parameters that every data-parallel rank has and one
     for those of the routed experts (`distributed_data_parallel.py`: `dense_params`, `expert_parallel_params`); each again
@@ -114,12 +114,12 @@ def buffers(share: RankShare) -> list[Buffer]:
     if layer_wise and not share.convention["use_layer_wise_param_layout"]:
         return _dealt_out(share, width)
     for parameters in trained_parameters(share):
-        for expert, eight, matrices in itertools.product((False, True), (False, True), (False, True)):
-            members = [
-                p
-                for p in parameters
-                if (p.expert, is_fp8_parameter(share, p), layer_wise and p.is_matrix) == (expert, eight, matrices)
-            ]
+        kinds: dict[tuple[bool, bool, bool], list[Parameter]] = {
+            kind: [] for kind in itertools.product((False, True), (False, True), (False, True))
+        }
+        for p in parameters:
+            kinds[p.expert, is_fp8_parameter(share, p), layer_wise and p.is_matrix].append(p)
+        for (expert, in_fp8, matrices), members in kinds.items():
             if not members:
                 continue
             rules, place = buffer_rules(share, expert=expert), _place_among_replicas(share, expert=expert)
@@ -128,7 +128,7 @@ def buffers(share: RankShare) -> list[Buffer]:
                 pieces = owned[place % rules.shards]
             else:
                 elements, pieces = buffer_elements(members, rules), shard_pieces(members, rules, place)
-            found.append(Buffer(members, rules, elements, pieces, FP8 if eight else width))
+            found.append(Buffer(members, rules, elements, pieces, FP8 if in_fp8 else width))
     return found
 
 

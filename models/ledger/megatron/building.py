@@ -65,11 +65,14 @@ def _build(step: Step, share: RankShare) -> None:
             step.hold("parameter_buffer", Category.PARAMETERS, size, born, module="model")
         born = step.moment("gradient buffer", Phase.INIT)
         step.hold("gradient_buffer", Category.GRADIENTS, buffer.elements * gradient, born, module="model")
-        kept = bool(own_tensors(share, buffer))
-        copied = step.moment("copied", Phase.INIT) if buffer.rules.sharded and not kept else FOREVER
+        outside_buffers = bool(own_tensors(share, buffer))
+        copied = step.moment("copied", Phase.INIT) if buffer.rules.sharded and not outside_buffers else FOREVER
         for p, numel in buffer.whole:
-            alone = replace(buffer, parameters=[p])
-            for name, module, size in own_tensors(share, alone) if kept else tensors_of([(p, numel)], "", buffer.width):
+            if outside_buffers:
+                tensors = own_tensors(share, replace(buffer, parameters=[p]))
+            else:
+                tensors = tensors_of([(p, numel)], "", buffer.width)
+            for name, module, size in tensors:
                 step.hold(name, Category.PARAMETERS, size, made[p], copied, module)
     for buffer in buffers(share) if main.width and not main.made_by_step else ():
         for p, numel in buffer.pieces:

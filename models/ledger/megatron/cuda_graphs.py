@@ -51,7 +51,8 @@ _ROUTED = ("moe_router", "moe_preprocess", "moe")
 _PARTS = ("attn", "mlp", *_ROUTED)
 """The parts of a layer by their names in `cuda-graph-scope`."""
 _OF_MARK = {Mark.FEED_FORWARD: "mlp", Mark.ROUTER: "moe_router", Mark.EXPERTS: "moe", Mark.PERMUTATION: "moe_preprocess"}
-"""The parts of marked operations; where several marks hold, the last one says it. All others are attention's."""
+"""Mark -> the part of the layer to which marked operations belong; of several marks the last one counts. Operations without
+one belong to attention."""
 _EVERY = -1
 """In place of a part: the input of a layer, which any part with a graph reads."""
 
@@ -82,17 +83,17 @@ def _has_graphs(convention: Mapping[str, Any]) -> bool:
 
 
 def hold_read_ahead(step: Step, share: RankShare) -> None:
-    """Hold what a graph of a whole step reads, from the first step on: the rank that reads batches copies all of a step to
-    the GPU, of which the step itself has the one at work (`StaticBufferLoader`)."""
+    """Hold the micro-batches that a graph of a whole step reads, from the first step on. The rank that reads batches copies
+    all of a step's micro-batches to the GPU (`StaticBufferLoader`); the current one is already part of the step."""
     others = share.job.gradient_accumulation_steps - 1
     for chunk in share.chunks if reads_batches(share) else ():
-        for one in inputs(share, chunk):
-            step.hold(one.name, Category.INPUTS, others * one.num_bytes, 0, module="cuda_graph")
+        for tensor in inputs(share, chunk):
+            step.hold(tensor.name, Category.INPUTS, others * tensor.num_bytes, 0, module="cuda_graph")
 
 
 def hold_inputs_of_graphs(step: Step, share: RankShare, spans: Sequence[Span]) -> None:
-    """Hold what graphs of layers read, a hidden state for each layer of a micro-batch in flight and a mask where that layer
-    attends, and the one gradient that all of them get."""
+    """Hold the inputs of layers' graphs: for each layer of each micro-batch in flight a hidden state and, if the layer has
+    attention, a mask; and the one gradient buffer that all these graphs share."""
     if graphs_whole_step(share.convention):
         return
     states, masks = _in_flight(share, spans)
@@ -106,11 +107,12 @@ def hold_inputs_of_graphs(step: Step, share: RankShare, spans: Sequence[Span]) -
 
 
 def hold_gradient_copies(step: Step, share: RankShare, parameters: Sequence[Parameter]) -> None:
-    """Hold the copy of a layer's main gradients with which the layer is recorded, of the largest layer."""
+    """Hold the copy of main gradients that exists while a layer is recorded; it is as large as those of the largest
+    layer."""
     layers = dict[str, int]()
-    for one in parameters:
-        if _covers_part(share, one.module, _EVERY):
-            layers[one.module] = layers.get(one.module, 0) + one.numel
+    for parameter in parameters:
+        if _covers_part(share, parameter.module, _EVERY):
+            layers[parameter.module] = layers.get(parameter.module, 0) + parameter.numel
     size = max(layers.values(), default=0) * int(DTYPE_BYTES[share.job.precision.gradients])
     step.hold("graph_gradient_copies", Category.GRADIENTS, size, 0, module="cuda_graph")
 
@@ -133,7 +135,7 @@ def _in_flight(share: RankShare, spans: Sequence[Span]) -> tuple[int, int]:
 
 
 def _predicting(share: RankShare, is_last: bool) -> list[int]:
-    """Layers of multi-token prediction, each as the network's last layer, like which it is."""
+    """For each layer of multi-token prediction the index of the network's last layer, which has the same parts."""
     architecture = share.job.architecture
     return [architecture.num_hidden_layers - 1] * (architecture.num_nextn_predict_layers if is_last else 0)
 

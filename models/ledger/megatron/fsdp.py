@@ -163,7 +163,7 @@ class WholeBuckets(Hooks):
     """Elements whose gradients may wait for reduction, and twice the elements that are gathered ahead
     (`suggested_communication_unit_size`)."""
     experts_first: bool = False
-    """Whether routed experts have their gradients before anything else of their layer: where none is shared."""
+    """Whether the gradients of a layer's routed experts come before its others, as they do unless an expert is shared."""
     columns: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the copies by columns that a module's FP8 weights have while it is at work."""
     _columns: dict[str, list[int]] = field(default_factory=dict)

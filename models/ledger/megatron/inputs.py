@@ -44,15 +44,16 @@ def inputs(share: RankShare, chunk: Chunk) -> Iterator[Input]:
     if share.target is not None:
         yield Input("decoder_tokens", targets * INT64)
     if reads_mask(share, chunk):
-        masked = context.attention.core == "local" and not context.attention.fused_softmax
-        kept = masked or context.attention.recompute or share.job.activation_checkpointing.mode == "full"
-        yield Input("attention_mask", _mask_bytes(share), until_backward=kept and bool(chunk.layers))
+        softmax_saves_mask = context.attention.core == "local" and not context.attention.fused_softmax
+        checkpointed = context.attention.recompute or share.job.activation_checkpointing.mode == "full"
+        until_backward = softmax_saves_mask or checkpointed
+        yield Input("attention_mask", _mask_bytes(share), until_backward=until_backward and bool(chunk.layers))
 
 
 def hold_inputs(step: Step, share: RankShare, chunk: Chunk, start: int, end: int) -> None:
     """Hold, on a `step` whose backward of the micro-batch has just run, what its forward from `start` to `end` read."""
-    for one in inputs(share, chunk):
-        step.hold(one.name, Category.INPUTS, one.num_bytes, start, step.now if one.until_backward else end)
+    for tensor in inputs(share, chunk):
+        step.hold(tensor.name, Category.INPUTS, tensor.num_bytes, start, step.now if tensor.until_backward else end)
 
 
 def hold_saved_batches(step: Step, share: RankShare, spans: Sequence[Span]) -> None:

@@ -1,11 +1,12 @@
-"""Tensors of a recomputed group of layers that a token dispatcher keeps until the group runs again, in the next step too.
+"""Tensors of a recomputed group of layers that a token dispatcher references until the group runs again, even in the next
+step.
 
-The dispatcher refers to the probabilities that its router returned last (`self.probs`, `self.local_probs`), and thereby to
-their graph. Backward has freed what that graph saved. But it ends in the leaf with which the recomputation began: the
-group's detached input, which has a gradient. Source: megatron-core 0.16.1 `transformer/moe/token_dispatcher.py`
-(`dispatch_preprocess`), `tensor_parallel/random.py` (`CheckpointFunction.backward`). The same holds for a mixture of
-experts that is recomputed by itself (`recompute_modules` moe). The graph of a layer that is not recomputed leads only to
-parameters.
+The dispatcher references the probabilities that its router returned last (`self.probs`, `self.local_probs`), and thereby
+their autograd graph. Backward has freed the graph's saved tensors. But the graph still references the leaf with which the
+recomputation began, the group's detached input, and that leaf's gradient. Source: megatron-core 0.16.1
+`transformer/moe/token_dispatcher.py` (`dispatch_preprocess`), `tensor_parallel/random.py` (`CheckpointFunction.backward`).
+The same holds for a mixture of experts that is recomputed by itself (`recompute_modules` moe). The graph of a layer that is
+not recomputed leads only to parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from peakcast.timelines.timeline import Category
 
 @dataclass(slots=True)
 class _Leaf:
-    """A group's input and its gradient: for each the instant from which only the dispatcher refers to it."""
+    """A group's input and the input's gradient, each with the instant from which only the dispatcher references it."""
 
     input_from: int
     gradient_from: int = 0
@@ -33,27 +34,29 @@ class Leaves:
 
     num_bytes: int
     _alive: dict[int, _Leaf] = field(default_factory=dict)
-    _waits: _Leaf | None = None
-    """The leaf whose gradient the layers below still use."""
+    _with_shared_gradient: _Leaf | None = None
+    """The leaf whose gradient the layers below it still read."""
     _first: dict[int, tuple[int, int | None]] = field(default_factory=dict)
     """When each group runs for the first time; until then a step still has the leaves of the step before."""
     _lives: list[tuple[Category, int, int]] = field(default_factory=list)
 
-    def named(self, layers: range, now: int, *, received: bool) -> None:
-        """The backward of the group `layers` is done; from now on only the dispatcher refers to the group's input."""
+    def backward_ended(self, layers: range, now: int, *, received: bool) -> None:
+        """Note that the backward of the group `layers` has ended: from now on only the dispatcher references the group's
+        input."""
         leaf = self._alive[layers[0]] = _Leaf(now, now, received)
         if not received:  # a stage sends back a copy of the gradient
-            self._waits = leaf
+            self._with_shared_gradient = leaf
 
-    def lower_done(self, now: int) -> None:
-        """The layers below a group have run backward; from now on only the leaf refers to the gradient that they read."""
-        if self._waits is not None:
-            self._waits.gradient_from = now
-        self._waits = None
+    def lower_backward_ended(self, now: int) -> None:
+        """Note that the layers below a group have run backward: from now on only the leaf references the gradient that they
+        read."""
+        if self._with_shared_gradient is not None:
+            self._with_shared_gradient.gradient_from = now
+        self._with_shared_gradient = None
 
-    def released(self, layers: range, now: int, replaced: int | None) -> None:
-        """The dispatchers of `layers` now refer to new probabilities. `replaced`: when the forward began; None in
-        backward."""
+    def dispatched_anew(self, layers: range, now: int, replaced: int | None) -> None:
+        """Note that the dispatchers of `layers` now reference new probabilities, so that the old leaf is freed. `replaced`:
+        the instant at which the forward began; None if this is a backward."""
         self._first.setdefault(layers[0], (now, replaced))
         if leaf := self._alive.pop(layers[0], None):
             self._lives += _lives(leaf, now, replaced)

@@ -130,7 +130,7 @@ def _hold_exchanged(step: Step, turns: Turns) -> None:
         overlapped=virtual > 1 and bool(share.convention.get("overlap_p2p_communication", True)),
         returns=turns.step.now,
         warmup=warmup_turns(stages, virtual, share.stage, group, micro_batches, int(share.overlaps_micro_batches)),
-        kept=frozenset(turns.spans[number].turn.micro_batch for number in turns.deferred),
+        outliving=frozenset(turns.spans[number].turn.micro_batch for number in turns.deferred),
     )
     hold_received(step, turns.spans, exchange)
 

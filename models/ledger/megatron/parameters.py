@@ -80,10 +80,11 @@ class Parameter:
 
     def parts(self, numel: int) -> list[int]:
         """How its first `numel` elements are distributed over its tensors: elements of each, whole tensors first."""
-        one = self.numel // self.tensors
-        if not one:  # a Mamba-1, which has no heads here and is out of scope
+        tensor_elements = self.numel // self.tensors
+        if not tensor_elements:  # a Mamba-1, which has no heads here and is out of scope
             return []
-        return [one] * (numel // one) + ([numel % one] if numel % one else [])
+        whole, rest = divmod(numel, tensor_elements)
+        return [tensor_elements] * whole + ([rest] if rest else [])
 
 
 _product = cache(math.prod)

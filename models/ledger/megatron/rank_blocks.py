@@ -66,9 +66,9 @@ class RankBlocks:
 
     @cached_property
     def ending(self) -> tuple[Template, ...]:
-        """The blocks after a network's last layer: the head and, where micro-batches overlap, before it the halves of a
-        layer that predicts a further token, which is else a part of the head. What that layer saves goes to the host in the
-        first step only: its backward comes next."""
+        """The blocks after a network's last layer. Usually this is the head, of which a layer that predicts a further token
+        is a part. Where micro-batches overlap, that layer's two halves are blocks before the head. Its saved tensors go to
+        the host in the first step only, since its backward comes next."""
         if not self._parts_head:
             return (self.head,)
         context = self.share.layer_context(self._last_layer())
@@ -127,8 +127,8 @@ class RankBlocks:
 
     @property
     def embeds_constants(self) -> bool:
-        """Whether the first layer gets what a frozen embedding makes as it is; a checkpoint is given an input with a
-        gradient (Megatron-Bridge 0.3 `peft/recompute.py`)."""
+        """Whether the first layer reads the output of a frozen embedding, which needs no gradient. Under a checkpoint the
+        input is made to need one (Megatron-Bridge 0.3 `peft/recompute.py`)."""
         return self.share.context.frozen and self.share.job.activation_checkpointing.mode != "full"
 
     def checkpointed(self, layers: range) -> list[tuple[range, bool]]:

@@ -1,5 +1,5 @@
-"""What Megatron-LM's pipeline schedules hold of the tensors that stages send each other: inputs, their gradients, gradients
-of outputs.
+"""How long Megatron-LM's pipeline schedules reference the tensors that stages send each other: inputs, gradients of inputs,
+gradients of outputs.
 
 Source: megatron-core 0.16.1 `pipeline_parallel/schedules.py` (`forward_backward_pipelining_without_interleaving`,
 `..._with_interleaving`), whose variables refer to tensors beyond their use. The model keeps its last input
@@ -24,8 +24,8 @@ class Span:
     start: int
     end: int
     summed: int = 0
-    """For a backward: the instant from which the incoming gradient is part of another, so that only variables refer to
-    it."""
+    """For a backward: the instant at which the incoming gradient has been added to another tensor, so that only variables
+    still reference it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,13 @@ class Exchange:
     """Number of forward turns before forward and backward alternate."""
     returns: int
     """The instant at which the schedule returns."""
-    kept: frozenset[int]
-    """Micro-batches for which the graph of the last chunk, and so its input with its gradient, lives until the schedule
-    returns."""
+    outliving: frozenset[int]
+    """Micro-batches whose graph of the last chunk lives until the schedule returns, and with it the chunk's input and its
+    gradient."""
 
 
 def hold_received(step: Step, spans: Sequence[Span], exchange: Exchange) -> None:
-    """Hold, on a `step` with the turns `spans`, what was received and what is sent back."""
+    """Hold, on a `step` with the turns `spans`, the tensors that were received and those that are sent back."""
     forwards = [span for span in spans if span.turn.forward]
     backwards = [span for span in spans if not span.turn.forward]
     _hold_inputs(step, spans, forwards, backwards, exchange)
@@ -74,8 +74,9 @@ def _hold_inputs(
             backward = backwards[number]
             replaced = step.now if following is None else forwards[following].start
             dies = max(replaced, _released(spans, backward, exchange))
-            kept = part.is_last and span.turn.micro_batch in exchange.kept
-            if kept or (exchange.overlapped and index == exchange.warmup):  # the warm-up's variable refers to the last one
+            graph_lives_on = part.is_last and span.turn.micro_batch in exchange.outliving
+            # a variable of the warm-up refers to the last input of it
+            if graph_lives_on or (exchange.overlapped and index == exchange.warmup):
                 dies = max(dies, exchange.returns)
             born = forwards[index - 1].end if exchange.overlapped and index else span.start
             step.hold("input_tensor", Category.ACTIVATIONS, size, born, dies, module)

@@ -137,7 +137,7 @@ class Turns:
                     state.runs.append(runs)
                     for run, at in product(runs, template.forward_marks.get(Mark.RECOMPUTED_EXPERTS, ())):
                         i = layer_index(run.module)
-                        self.leaves.released(range(i, i + 1), run.forward_start + at, None)
+                        self.leaves.dispatched_anew(range(i, i + 1), run.forward_start + at, None)
                     if self.share.overlaps_micro_batches:
                         self._dispatched_half(runs[0], state)
                         yield from self._waits(self.share.context.stream_bytes)
@@ -172,22 +172,22 @@ class Turns:
         state.runs.append([self.step.run_forward(head, "head", keeps_gradients=False)])
 
     def _dispatched_half(self, run: BlockRun, state: _MicroBatch) -> None:
-        """Where micro-batches overlap: if the half of a layer that has run has a dispatcher, that now refers to the graph
-        of this micro-batch."""
+        """Where micro-batches overlap: after a half layer with a dispatcher has run forward, note that its dispatcher now
+        references the graph of this micro-batch."""
         for at in run.template.forward_marks.get(Mark.DISPATCH, ())[:1]:
             layer = layer_index(run.module)
             self.dispatched[layer] = state
-            self.leaves.released(range(layer, layer + 1), run.forward_start + at, state.start)
+            self.leaves.dispatched_anew(range(layer, layer + 1), run.forward_start + at, state.start)
 
-    def _name_leaf(self, run: BlockRun, state: _MicroBatch, chunk: Chunk) -> None:
+    def _note_leaf(self, run: BlockRun, state: _MicroBatch, chunk: Chunk) -> None:
         """Where micro-batches overlap: attention begins with a leaf, the layer's detached input (megatron-core 0.17.1
         `pipeline_parallel/utils.py`, `ScheduleNode`). If its backward has just run, only the layer's dispatcher refers to
         it, unless that has sent another micro-batch since."""
         if run.module != "head" and Mark.ATTENTION_ADD in run.template.forward_marks:
             layer = layer_index(run.module)
-            self.leaves.lower_done(self.step.now)
+            self.leaves.lower_backward_ended(self.step.now)
             if self.dispatched.get(layer) is state:
-                self.leaves.named(range(layer, layer + 1), self.step.now, received=receives(chunk, layer))
+                self.leaves.backward_ended(range(layer, layer + 1), self.step.now, received=receives(chunk, layer))
 
     def _run_between_stacks(self) -> list[list[BlockRun]]:
         """Run what is between an encoder's last layer and its decoder's first."""
@@ -195,8 +195,9 @@ class Turns:
         return [[self.step.run_forward(template, module, keeps_gradients=False)] for template, module in blocks]
 
     def _hold_embedded(self, state: _MicroBatch) -> None:
-        """Hold what a frozen embedding makes: no operation saves it, but a variable of the model's forward refers to it
-        (megatron-core 0.17.1 `gpt_model.py`, `decoder_input`). Until the first layer ends, that layer has it."""
+        """Hold the output of a frozen embedding: no operation saves it, but a variable of the model's forward references it
+        (megatron-core 0.17.1 `gpt_model.py`, `decoder_input`). Until the first layer ends, the tensor is an entry of that
+        layer."""
         layers = state.runs[1]
         assert isinstance(layers, list)
         born, size = layers[0].forward_start + layers[0].template.num_forward, self.share.context.stream_bytes
@@ -237,7 +238,7 @@ class Turns:
                 yield False
         if not chunk.is_first:
             yield True
-        self.leaves.lower_done(step.now)
+        self.leaves.lower_backward_ended(step.now)
         if self.share.overlaps_micro_batches and not chunk.is_last and chunk.layers:
             self._hold_leaves_of_output(chunk.layers[-1], of_last)
         if self.share.target is not None:
@@ -258,15 +259,15 @@ class Turns:
         Returns the instant from which the sum with the incoming gradient exists."""
         if isinstance(runs, _Checkpoint):
             summed = self._recompute(runs, keeps_gradient=keeps_gradient)
-            self.leaves.lower_done(self.step.now)
+            self.leaves.lower_backward_ended(self.step.now)
             if any(self.share.is_routed(layer) for layer in runs.layers):
-                self.leaves.named(runs.layers, self.step.now, received=runs.received)
+                self.leaves.backward_ended(runs.layers, self.step.now, received=runs.received)
             return summed
         self._run_backward(runs)
         for run in reversed(runs) if self.share.context.offloading.modules else ():
             self.reloads.ran_backward(run, state.end)
         if self.share.overlaps_micro_batches:
-            self._name_leaf(runs[0], state, chunk)
+            self._note_leaf(runs[0], state, chunk)
         return self._summed(runs[-1])
 
     def _run_backward(self, runs: Sequence[BlockRun]) -> None:
@@ -286,9 +287,9 @@ class Turns:
         layer = layer_index(run.module)
         for at in marks.get(Mark.RECOMPUTED_EXPERTS, ()):
             used = start + marks[Mark.FEED_FORWARD_NORM][0] + 1  # the input is the norm's output, whose gradient that reads
-            self.leaves.released(range(layer, layer + 1), start + at, None)
-            self.leaves.named(range(layer, layer + 1), used, received=False)
-            self.leaves.lower_done(used)
+            self.leaves.dispatched_anew(range(layer, layer + 1), start + at, None)
+            self.leaves.backward_ended(range(layer, layer + 1), used, received=False)
+            self.leaves.lower_backward_ended(used)
         for at in marks.get(Mark.RECOMPUTED_FEED_FORWARD, ()):
             self.first.note_recomputed(layer, start + at)
 
@@ -315,9 +316,10 @@ class Turns:
         step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
 
     def _hold_leaves_of_output(self, layer: int, since: int) -> None:
-        """Hold, until the turn ends, what the graph behind a chunk's output ends in, where micro-batches overlap and the
-        last layer is routed: the residual stream, what the shared expert and the experts made, and their gradients. The
-        schedule has the output until then, without its memory (megatron-core 0.16.1 `deallocate_output_tensor`)."""
+        """Where micro-batches overlap and the last layer is routed: hold, until the turn ends, the leaves of the graph
+        behind a chunk's output. These are the residual stream and the outputs of the shared expert and of the experts, with
+        their gradients. The schedule references the output until then, but has freed its memory (megatron-core 0.16.1
+        `deallocate_output_tensor`)."""
         context = self.share.layer_context(layer)
         if context.experts is None:
             return
@@ -325,28 +327,29 @@ class Turns:
         rows = context.experts.sent_rows(context.stream_rows) * context.hidden * context.element_bytes
         size, now, module = count * context.stream_bytes, self.step.now, f"layers.{layer}"
         self.step.hold("output.leaves", Category.ACTIVATIONS, size, since, now, module)
-        # what the experts made is freed, but its gradient is not
+        # the experts' output is freed, but its gradient is not
         self.step.hold("output.leaves.grad", Category.TEMPORARIES, size + rows, since, now, module)
 
     def _hold_encoder_states(self, runs: list[BlockRun]) -> None:
-        """Hold what an encoder passes to its decoder: every decoder layer saves it and adds to its gradient. In float8 a
+        """Hold the encoder's final hidden states, which every decoder layer saves and adds to the gradient of. In float8 a
         layer saves a copy of its own, and nothing reads the states after the last layer's forward."""
         end = next((place for place, run in enumerate(runs) if run.module == "encoder"), None)
         if end is None:  # it is recomputed, or on another stage; both are out of scope
             return
-        made, read = runs[end], runs[end + 2 : -1]  # the decoder's embedding is between them, the head comes after
-        first, last = (layer.template.borrowed[ENCODER_HIDDEN_STATES] for layer in (read[0], read[-1]))
+        # the decoder's embedding is between them, the head comes after
+        encoder_end, decoder_layers = runs[end], runs[end + 2 : -1]
+        first, last = (layer.template.borrowed[ENCODER_HIDDEN_STATES] for layer in (decoder_layers[0], decoder_layers[-1]))
         assert last.gradient_from is not None
-        assert made.backward_start is not None
+        assert encoder_end.backward_start is not None
         size, hold = self.share.context.stream_bytes, self.step.hold
-        born = made.forward_start + made.template.num_forward
+        born = encoder_end.forward_start + encoder_end.template.num_forward
         if first.kept_until is None:
-            kept = read[-1].forward_start + read[-1].template.num_forward
+            last_read = decoder_layers[-1].forward_start + decoder_layers[-1].template.num_forward
         else:
-            kept = (read[0].backward_start or 0) + first.kept_until
-        hold(ENCODER_HIDDEN_STATES, Category.ACTIVATIONS, size, born, kept, "encoder")
-        gradient = (read[-1].backward_start or 0) + last.gradient_from
-        hold(f"{ENCODER_HIDDEN_STATES}.grad", Category.TEMPORARIES, size, gradient, made.backward_start, "encoder")
+            last_read = (decoder_layers[0].backward_start or 0) + first.kept_until
+        hold(ENCODER_HIDDEN_STATES, Category.ACTIVATIONS, size, born, last_read, "encoder")
+        gradient = (decoder_layers[-1].backward_start or 0) + last.gradient_from
+        hold(f"{ENCODER_HIDDEN_STATES}.grad", Category.TEMPORARIES, size, gradient, encoder_end.backward_start, "encoder")
 
     def _defer_output_layer(self) -> None:
         """`--defer-embedding-wgrad-compute`: note which micro-batches' output-layer gradients wait for the end: the first
@@ -389,9 +392,10 @@ class Turns:
         return summed
 
     def _dispatched(self, layers: range, run: BlockRun, replaced: int | None = None) -> None:
-        """A layer of the checkpointed group `layers` has run. If it is the group's last routed layer, its dispatcher now
-        refers to new probabilities, and nothing refers to the graph of the group's recomputation any more."""
+        """Note that a layer of the checkpointed group `layers` has run. If it is the group's last routed layer, its
+        dispatcher now references new probabilities, and nothing references the graph of the group's earlier recomputation
+        any more."""
         routed = [layer for layer in layers if self.share.is_routed(layer)]
         if routed and run.module == f"layers.{routed[-1]}":
             at = run.template.forward_marks[Mark.DISPATCH][0]
-            self.leaves.released(layers, run.forward_start + at, replaced)
+            self.leaves.dispatched_anew(layers, run.forward_start + at, replaced)

@@ -1,5 +1,5 @@
-"""What is assumed about a job that says too little, as sentences: of its adapters' targets, of what FSDP offloads, and of
-Liger's kernels."""
+"""Assumptions, as sentences, about jobs that leave something open: the targets of adapters, what FSDP offloads, the length
+of prompts, caches in training, Liger's kernels."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def assumption_on_adapter_targets(job: TrainingJob) -> str:
     if not unknown:
         return ""
     return (
-        f"finetuning.targets {', '.join(unknown)}: no projection of {job.architecture.name!r} has that name; it is passed "
-        "over, as peft does."
+        f"finetuning.targets {', '.join(unknown)}: no projection of {job.architecture.name!r} has that name; it is "
+        "ignored, as peft does."
     )
 
 
@@ -52,12 +52,13 @@ def assumption_on_fsdps_offload(job: TrainingJob) -> str:
 
 
 def assumption_on_prompts(job: TrainingJob) -> str:
-    """An assumption for a loss over pairs or single completions that is not told how long they are; "" otherwise."""
+    """An assumption for a loss over pairs or single completions whose length the job does not give; "" otherwise."""
     if job.loss.kind not in ("dpo", "kto") or job.loss.completion_length is not None:
         return ""
     return (
-        f"loss.kind={job.loss.kind!r} scores every token but the first: prompts are taken to be empty. Where they are not, "
-        "loss.completion_length says how many tokens at the end of each sequence are scored, and fewer need less."
+        f"loss.kind={job.loss.kind!r} scores every token but the first: prompts are assumed to be empty. If they are "
+        "not, give the number of tokens at the end of each sequence that are scored: loss.completion_length. Fewer need "
+        "less."
     )
 
 

@@ -24,7 +24,7 @@ class Fact:
         self.holds, self.name = holds, name
 
     def __call__(self, job: TrainingJob) -> bool:
-        """Whether it holds of `job`."""
+        """Whether the statement is true of `job`."""
         return bool(self.holds(job))
 
     def __and__(self, other: Fact) -> Fact:

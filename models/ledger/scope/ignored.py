@@ -55,7 +55,7 @@ IDLE: tuple[tuple[str, tuple[str, ...], Fact, str], ...] = (
      "DeepSpeed offloads parameters with zero_stage=3 only"),
 )
 # fmt: on
-"""(group, settings of it, when they have no effect, why). Someone set them, and may have meant a different job."""
+"""(group, settings of it, when they have no effect, why). A user who sets them may have meant a different job."""
 
 
 def ignored_findings(job: TrainingJob) -> tuple[Finding, ...]:
@@ -140,7 +140,7 @@ def _passed_over(job: TrainingJob) -> Iterator[Finding]:
             "finetuning.modules_to_save",
             "either",
             f"finetuning.modules_to_save names {', '.join(names)}, which {job.architecture.name!r} does not have: peft "
-            f"passes them over, and nothing is counted for them. It has {own.table[0]} and {own.head[0]}.",
+            f"ignores them, and nothing is counted for them. It has {own.table[0]} and {own.head[0]}.",
         )
 
 

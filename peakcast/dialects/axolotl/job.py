@@ -305,8 +305,8 @@ def _four_bits(settings: Settings, kind: str) -> dict[str, Any]:
     if kind == "lora":
         raise settings.refuse(
             "load_in_4bit",
-            "has no effect with adapter: lora in axolotl 0.19, which then trains over whole weights, and made other 4-bit "
-            "weights in older ones; ask with adapter: qlora, or with load_in_4bit: false",
+            "has no effect with adapter: lora in axolotl 0.19, which then trains over whole weights, and made 4-bit "
+            "weights of another kind in older ones; ask with adapter: qlora, or with load_in_4bit: false",
         )
     four = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "bfloat16"}
     given = settings.raw("bnb_config_kwargs") or {}

@@ -60,7 +60,8 @@ def asked_versions(versions: object = None, container: str | None = None, here: 
         given = check_versions({**given, CONTAINER: container})
     if here and CONTAINER in given:
         raise SpecError(
-            f"--here takes what is installed here, and --container {given[CONTAINER]} what an image has; keep one.",
+            f"--here uses the versions installed here, and --container {given[CONTAINER]} those of an image; keep "
+            "one.",
             parameter="here",
         )
     return AskedVersions(FrozenMapping(given), bool(here))
@@ -79,6 +80,6 @@ def with_versions(translation: Translation, asked: AskedVersions) -> Translation
     if asked.here:
         here = installed()
         found = [f"{name} {version}" for name, version in versions.items() if here.get(name) == version]
-        said = f"Versions are those installed here: {', '.join(found) or 'none that matter'}."
-        remarks = (*remarks, *([said] if said not in remarks else []))
+        remark = f"Versions are those installed here: {', '.join(found) or 'none that matter'}."
+        remarks = (*remarks, *([remark] if remark not in remarks else []))
     return replace(translation, assumptions=remarks)

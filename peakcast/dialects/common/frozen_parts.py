@@ -30,20 +30,20 @@ def with_frozen_parts(
     limits: Mapping[str, int | None] | None = None,
 ) -> TrainingJob:
     """`job` with `parts` frozen, for all weights and for adapters, and with an image in each sequence if its size is
-    limited; networks without images as they are. `limits`: the settings that limit the size of images -> most pixels, None
-    if the setting says something else."""
+    limited; a network without images is returned unchanged. `limits`: setting that limits the size of images -> most
+    pixels, or None if the setting has another meaning."""
     if not sees_images(job.architecture):
         for key in limits or {}:
             settings.notes.unsupported.append(
-                f"{key} is of images, and {job.architecture.name} reads text alone: the vision tower and the tokens of "
-                "images are not in the number. --model takes the config.json of a network that sees images.",
+                f"{key} is a setting of images, but {job.architecture.name} reads text only: the vision tower and the "
+                "tokens of images are not in the number. Give the config.json of the network that reads images: --model.",
                 key,
                 "more",
             )
         return job
     if not any(map(settings.given, keys.values())):
         settings.notes.assumptions.append(
-            f"{settings.project} freezes the vision tower and the projector unless it is told not to."
+            f"{settings.project} freezes the vision tower and the projector by default."
         )
     job = job.replace(finetuning=replace(job.finetuning, frozen=parts))
     return _with_an_image(job, limits or {}, settings)
@@ -57,7 +57,7 @@ def _with_an_image(job: TrainingJob, limits: Mapping[str, int | None], settings:
     if not whole_rows or job.loss.kind != "cross_entropy" or not 0 < side**2 < job.sequence_length * PIXELS_OF_A_TOKEN:
         return job
     settings.notes.assumptions.append(
-        f"each sequence has an image of the most pixels that {key} allows, {side} x {side}; --images-per-sequence "
-        "says how many. Text alone needs less: --set images.per_sequence=0 --set images.height=null."
+        f"each sequence is assumed to have one image, as large as {key} allows, {side} x {side}; --images-per-sequence "
+        "sets how many. Text alone needs less: --set images.per_sequence=0 --set images.height=null."
     )
     return job.replace(images=Images(per_sequence=1, height=side))

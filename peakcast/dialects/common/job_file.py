@@ -44,7 +44,7 @@ def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
     if "versions" in values:
         values["versions"] = check_versions(values["versions"])
     values |= _shorter_default(values)
-    job = _as_the_stack_has_it(_checkpointing_as_released(build(TrainingJob, _with_stage_layers(values)), values))
+    job = _with_fused_qkv_of_stack(_checkpointing_as_released(build(TrainingJob, _with_stage_layers(values)), values))
     if set(job.finetuning.targets) & set(PROJECTIONS):
         named = litgpt_targets(job.finetuning.targets, job.architecture)
         job = job.replace(finetuning=replace(job.finetuning, targets=named))
@@ -61,8 +61,8 @@ def _shorter_default(values: Mapping[str, Any]) -> dict[str, int]:
 def _checkpointing_as_released(job: TrainingJob, values: Mapping[str, Any]) -> TrainingJob:
     """`job` with reentrant or non-reentrant checkpointing, by the default of its release, if the job does not give it.
     TRL's preference trainers make it reentrant for adapters under ZeRO-3."""
-    said = values.get("activation_checkpointing")
-    if job.activation_checkpointing.mode == "none" or (isinstance(said, Mapping) and "use_reentrant" in said):
+    given = values.get("activation_checkpointing")
+    if job.activation_checkpointing.mode == "none" or (isinstance(given, Mapping) and "use_reentrant" in given):
         return job
     chosen = conventions(job)
     adapts = job.finetuning.method != "full" and job.parallelism.zero_stage == 3 and job.loss.kind != "cross_entropy"
@@ -70,7 +70,7 @@ def _checkpointing_as_released(job: TrainingJob, values: Mapping[str, Any]) -> T
     return job.replace(activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=reentrant))
 
 
-def _as_the_stack_has_it(job: TrainingJob) -> TrainingJob:
+def _with_fused_qkv_of_stack(job: TrainingJob) -> TrainingJob:
     """`job` with the network as its stack implements it: with one matrix for queries, keys and values, whose parts get
     separate adapters (the convention `networks_fuse_qkv`)."""
     network = job.architecture
@@ -154,7 +154,7 @@ def note_network(value: object, notes: Notes) -> None:
 
 def read_job(mapping: Mapping[str, Any], asked: AskedVersions = NO_VERSIONS) -> Translation:
     """The job of `job_from_mapping`, with notes on keys of its network's configuration that are left out. `asked`: the
-    versions that the question gives, whose defaults the job has where it says nothing. Raises: SpecError."""
+    versions that the question gives; their defaults apply to settings that the job does not give. Raises: SpecError."""
     notes = Notes()
     job = job_from_mapping(_of_versions(mapping, asked))
     note_network(mapping["architecture"], notes)
@@ -178,7 +178,8 @@ def _note_stored_dtype(mapping: Mapping[str, Any], job: TrainingJob, notes: Note
     config = network_config(named)
     stored = config.get("dtype") or config.get("torch_dtype") if config else _stored_dtype(named)
     if config and stored is None:
-        why = "the configuration does not name a dtype, and transformers takes the checkpoint's: float32 in old ones"
+        why = ("the configuration does not name a dtype, and transformers uses the checkpoint's, which is float32 in old "
+            "ones")
     elif str(stored).removeprefix("torch.") == "float32":
         why = f"transformers loads {job.architecture.name} in float32, as it is stored"
     else:

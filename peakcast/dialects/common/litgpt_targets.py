@@ -33,7 +33,8 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
 
 
 OF_QKV = {"lora_query": "q", "lora_key": "k", "lora_value": "v"}
-"""The switches of which a joined matrix knows nothing."""
+"""LitGPT's switch -> the letter of the part of a joined query, key and value matrix that gets an adapter. In transformers
+such a matrix gets one adapter as a whole."""
 
 
 def adapted_of_qkv(names: Iterable[str], network: Architecture) -> str:
@@ -48,8 +49,9 @@ def litgpt_targets(names: Iterable[str], network: Architecture) -> tuple[str, ..
     """`names`, in which LitGPT's switches are replaced by the family's projections. If the family has one matrix for
     several of them, the whole matrix gets an adapter, which is a little more than LitGPT's parts of it. Other names are
     unchanged."""
-    other = OTHER_NAMES.get(network.model_type, {})
+    other_names = OTHER_NAMES.get(network.model_type, {})
     found: list[str] = []
     for name in names:
-        found += [other.get(one, one) for one in PROJECTIONS[name]] if name in PROJECTIONS else [name]
+        projections = [other_names.get(projection, projection) for projection in PROJECTIONS.get(name, ())]
+        found += projections or [name]
     return tuple(dict.fromkeys(name for name in found if name))

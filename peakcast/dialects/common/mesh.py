@@ -26,8 +26,8 @@ IGNORED = words("""
     sp_seq_length sp_seq_length_is_variable tp_handler
 """)
 AXES = ("replicate", "shard", "context", "sequence", "tensor", "expert")
-"""Ranks along `expert` have their own samples, and each holds all weights that are not experts, as ranks along `replicate`
-do (axolotl integrations/expert_parallel/README.md)."""
+"""The axes of a layout. As along `replicate`, each rank along `expert` has its own samples and all weights that are not
+experts (axolotl integrations/expert_parallel/README.md)."""
 
 
 def _sizes(ranks: int, settings: Settings, keys: Mapping[str, str], fills: str) -> dict[str, int] | None:
@@ -52,8 +52,8 @@ def _sizes(ranks: int, settings: Settings, keys: Mapping[str, str], fills: str) 
 
 
 def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills: str = "") -> TrainingJob:
-    """`job`, whose ranks are all data-parallel, with those moved that `settings` gives to other axes; `keys`: axis -> the
-    key for its size. `fills`: the axis that gets all remaining ranks if its size is not given.
+    """`job`, whose ranks are all data-parallel, in the layout that `settings` describe. `keys`: axis -> the key for its
+    size. `fills`: the axis that gets all remaining ranks if its size is not given.
 
     Raises: SpecError if the sizes do not multiply to the ranks of the run.
     """
@@ -68,8 +68,8 @@ def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills:
         options |= {"shard_group_size": group} if group > 1 else {}
     elif sizes["replicate"] > 1 and sharding != "none":
         settings.notes.unsupported.append(
-            f"Replicas of what is sharded ({settings.spell(keys['replicate'])}) are not modelled with {sharding}; fsdp2 "
-            "has them.",
+            f"Several replicas that are each sharded ({settings.spell(keys['replicate'])}) are not modelled with "
+            f"{sharding}; with fsdp2 they are.",
             settings.spell(keys["replicate"]),
         )
     layout = replace(
@@ -85,8 +85,8 @@ def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills:
 
 
 def ranks_of(settings: Settings, keys: Mapping[str, str]) -> int | None:
-    """The number of ranks to which the sizes of all axes multiply; None where the axis of shards, which otherwise takes all
-    that are left, is not given. `keys` as for `meshed`."""
+    """The number of ranks to which the sizes of all axes multiply; None if the size of the shard axis is not given: it then
+    gets all remaining ranks. `keys` as for `meshed`."""
     if not settings.integer(keys["shard"]):
         return None
     return prod(settings.integer(key, 1) or 1 for key in keys.values())
@@ -122,7 +122,7 @@ def with_shared_sequences(job: TrainingJob, settings: Settings, *keys: str) -> T
     part = -(-job.sequence_length // ranks)
     settings.notes.unsupported.append(
         f"Ranks that share a sequence ({settings.spell(key)}={ranks}) are not modelled: each is counted with its part, "
-        f"{part:,} of {job.sequence_length:,} tokens, without what the exchange for attention holds.",
+        f"{part:,} of {job.sequence_length:,} tokens, without the buffers of the exchange for attention.",
         settings.spell(key),
         "more",
     )

@@ -29,12 +29,12 @@ def with_values(job: TrainingJob, changes: Mapping[str, Any]) -> TrainingJob:
     if not changes:
         return job
     mapping = job_to_mapping(job)
-    kept = mapping["architecture"].get("configuration")
-    network = json.loads(kept) if kept else mapping["architecture"]
+    own_configuration = mapping["architecture"].get("configuration")
+    network = json.loads(own_configuration) if own_configuration else mapping["architecture"]
     for name, value in changes.items():
         inside = name.startswith(NETWORK_PREFIX)
         _put(network if inside else mapping, name.removeprefix(NETWORK_PREFIX) if inside else name, value)
-    if kept:
+    if own_configuration:
         mapping["architecture"]["configuration"] = canonical_json(network)
     return job_from_mapping(mapping)
 

@@ -1,8 +1,8 @@
-"""Networks that a training library has of its own, beside transformers': what the library is told to build one.
+"""Networks that a training library implements itself, and the arguments from which it builds them.
 
 An `Architecture` says how transformers' code of a network is written. LitGPT and torchtune have code of their own for
-networks of the same shapes; its tensors are not described here but recorded from the library as installed. Here are only
-the arguments with which a job's library makes the network.
+networks of the same shapes; its tensors are not described here but recorded from the library as installed. This module only
+has the arguments from which a job's library builds the network.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ SIZES = (
     *("name", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "vocab_size", "max_position_embeddings", "moe"),
 )
-"""What is kept of the description of transformers' network: sizes that the user is shown, and how many experts there
-are."""
+"""Fields that are copied from the description of transformers' network: sizes that are shown to the user, and the number of
+experts."""
 LITGPT, TORCHTUNE, TRANSFORMERS = "litgpt", "torchtune", "transformers"
 BUILDER = "builder"
 """The key of a configuration that names torchtune's function; its other keys are that function's arguments."""
 
 
 def library_of(job: TrainingJob) -> str:
-    """The package whose networks `job` trains. LitGPT's within lightning-thunder's benchmark run in another loop."""
+    """The package that implements the networks that `job` trains. Jobs of lightning-thunder's benchmark count as
+    transformers': it runs LitGPT's networks in another loop."""
     if job.framework != "torch" or "lightning_thunder" in job.versions:
         return TRANSFORMERS
-    return next((one for one in (LITGPT, TORCHTUNE) if one in job.versions), TRANSFORMERS)
+    return next((library for library in (LITGPT, TORCHTUNE) if library in job.versions), TRANSFORMERS)
 
 
 def own_network(job: TrainingJob) -> Architecture | None:
-    """The network of `job` with the configuration from which its library builds it; None if the library has none of its
-    own, or none that is known here."""
+    """The network of `job` with the configuration from which its library builds it; None if the library uses transformers',
+    or if peakcast cannot describe the network to it."""
     library = library_of(job)
     if library == TRANSFORMERS:
         return None
@@ -49,14 +50,14 @@ def own_network(job: TrainingJob) -> Architecture | None:
 @lru_cache(maxsize=1024)
 def _own(architecture: Architecture, library: str) -> Architecture | None:
     if architecture.configuration:
-        return architecture  # one that was made here
+        return architecture  # made by this function before
     if architecture.kind != "decoder" or family(architecture.model_type) is None:
         return None
-    told = (litgpt_config if library == LITGPT else torchtune_arguments)(architecture)
-    if told is None:
+    arguments = (litgpt_config if library == LITGPT else torchtune_arguments)(architecture)
+    if arguments is None:
         return None
     return Architecture(
-        **{name: getattr(architecture, name) for name in SIZES}, configuration=canonical_json(told), kind="undescribed"
+        **{name: getattr(architecture, name) for name in SIZES}, configuration=canonical_json(arguments), kind="undescribed"
     )
 
 
@@ -91,8 +92,8 @@ def _is_unlike_litgpt(architecture: Architecture) -> bool:
 
 
 def litgpt_config(architecture: Architecture) -> dict[str, Any] | None:
-    """The fields of LitGPT's `Config` (litgpt 0.5.13 config.py) for a network of this shape; None if it has no such one.
-    LitGPT never ties the tables when it finetunes."""
+    """The fields of LitGPT's `Config` (litgpt 0.5.13 config.py) for a network of this shape; None if LitGPT cannot build
+    it. When it finetunes, LitGPT never ties the tables."""
     known = family_of(architecture)
     gelu = architecture.hidden_act.startswith("gelu")
     if _is_unlike_litgpt(architecture):
@@ -125,7 +126,7 @@ def litgpt_config(architecture: Architecture) -> dict[str, Any] | None:
 
 
 def _of_later_releases(architecture: Architecture) -> dict[str, Any]:
-    """The fields that LitGPT's `Config` has got since 0.4.2, as far as the network needs them."""
+    """The fields that were added to LitGPT's `Config` since 0.4.2, if the network needs them."""
     placement = architecture.norm_placement
     fields: dict[str, Any] = {
         "attn_bias": architecture.attention_bias and not architecture.mlp_bias,

@@ -74,8 +74,9 @@ class Pasted:
         return default
 
     def file(self, name: object, role: str, key: str) -> Mapping[str, Any]:
-        """The mapping in the file `name`, to which `key` refers: from a file that was given as well, else (for a path) from
-        that file, by its path from the folder of the configuration, or from one above it, where such a project is run.
+        """The mapping in the file `name`, to which `key` refers. A file that the question gives too comes first. Otherwise
+        `name` is a path from the folder of the configuration, or from a folder above it, as projects are often run from
+        their root.
 
         Raises: SpecError saying that it is missing and how to give it.
         """

@@ -80,8 +80,8 @@ class Translation:
         return tuple(found.parameter for found in self.findings if found.code == UNKNOWN)
 
     def changed(self, change: Callable[[TrainingJob], TrainingJob], given: Iterable[str] = ()) -> Translation:
-        """The same with `change` applied to its job, and to the other possible jobs. `given`: the settings that it gives;
-        findings about them no longer hold."""
+        """The same with `change` applied to its job, and to the other possible jobs. `given`: the settings that `change`
+        gives; findings about them are dropped."""
         others = tuple(reading._replace(job=change(reading.job)) for reading in self.others)
         settled = set(given)
         findings = tuple(found for found in self.findings if found.parameter not in settled)
@@ -89,7 +89,7 @@ class Translation:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class FindingList:
     """The findings of one code while a translation is being made."""
 
     code: str
@@ -106,9 +106,9 @@ class Notes:
     """The sentences and key lists of a translation while it is being made."""
 
     assumptions: list[str] = field(default_factory=list)
-    warnings: Said = field(default_factory=lambda: Said("setting_reinterpreted"))
-    unsupported: Said = field(default_factory=lambda: Said(NOT_MODELLED))
-    cached: Said = field(default_factory=lambda: Said("reserved_beyond_replay"))
+    warnings: FindingList = field(default_factory=lambda: FindingList("setting_reinterpreted"))
+    unsupported: FindingList = field(default_factory=lambda: FindingList(NOT_MODELLED))
+    cached: FindingList = field(default_factory=lambda: FindingList("reserved_beyond_replay"))
     """What makes the allocator keep more than it does for the job of the answer."""
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -307,7 +307,7 @@ def renamed(settings: Settings, names: Mapping[str, str]) -> dict[str, Any]:
 
 def note_unsupported(settings: Settings, names: Mapping[str, str], direction: Direction = "either") -> None:
     """Note the keys of `names` that are switched on or have a size other than 1, by the names given there. `direction`: as
-    for `Said.append`."""
+    for `FindingList.append`."""
     found: dict[str, list[str]] = {}
     for key, what in names.items():
         value = settings.raw(key)
@@ -320,15 +320,15 @@ def note_unsupported(settings: Settings, names: Mapping[str, str], direction: Di
 
 
 def note_numbers(settings: Settings, names: Mapping[str, str], direction: Direction = "either") -> None:
-    """Note the keys of `names` whose number is not 0, by the names given there. `direction`: as for `Said.append`."""
+    """Note the keys of `names` whose number is not 0, by the names given there. `direction`: as in `FindingList.append`."""
     for key, what in names.items():
         if settings.number(key, 0):
             settings.notes.unsupported.append(f"{what} ({key}) is not modelled.", key, direction)
 
 
 def note_two_layers(notes: Notes, key: str) -> None:
-    """Note what stays on the GPU where `key` switches on offloading of what layers keep, as verl does it (verl 0.6.1
-    utils/activation_offload.py, which ms-swift 4 took over)."""
+    """Note which activations stay on the GPU although `key` offloads activations in verl's way (verl 0.6.1
+    utils/activation_offload.py, which ms-swift 4 copied)."""
     notes.unsupported.append(
         f"While one layer's activations are copied ({key}) they stay on the GPU with those of the next, and so do the last "
         "layer's: about two layers' activations more than the answer, which counts all of them as on the host.",

@@ -76,8 +76,8 @@ def adapter_of(
 def _method(named: str, adapter: Settings, notes: Notes) -> FinetuningMethod:
     dora = adapter.switch("use_dora")
     if named == "lora" and adapter.raw("init_lora_weights") == MICA:
-        taken = "MiCA (init_lora_weights='mica') trains lora_A alone; LoRA is assumed instead."
-        notes.unsupported.append(taken, "init_lora_weights", "less")
+        sentence = "MiCA (init_lora_weights='mica') trains lora_A alone; LoRA is assumed instead."
+        notes.unsupported.append(sentence, "init_lora_weights", "less")
     if named == "lora" and dora:
         return "dora"
     for method in get_args(FinetuningMethod):

@@ -10,20 +10,21 @@ from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import Batch
 
 IN_BLOCKS = "in_blocks"
-"""Whether the data are cut into blocks, as by run_clm.py: no key of theirs, but what the program's name says."""
+"""Added to training arguments here: whether the program cuts its data into blocks, as run_clm.py does, judged by its
+name."""
 STRATEGIES = ("bfd", "bfd_split", "bfd-requeue", "ffd", "wrapped")
 """trl's packing strategies. All but `wrapped` keep sequences whole and join them without padding (trl 0.18-1.16
 trainer/sft_trainer.py: `padding_free or packing and packing_strategy == "bfd"`)."""
 
 
 OF_SCRIPTS = ("max_seq_len", "seq_length", "sequence_length", "seq_len", "cutoff_len", "max_len")
-"""Names of the length in scripts around the trainers; the first is also what argparse takes for max_seq_length."""
+"""Names of the length in scripts around the trainers; argparse accepts the first as an abbreviation of max_seq_length."""
 LENGTHS_CHANGE = (
     "batches are as long as their own longest sample: where lengths changed, published runs of ms-swift reserved up to "
     "2.5 times what equal lengths need (the allocated peak is that of the longest). batch.shortest_sequence of a job "
     "counts it, and packing avoids it."
 )
-"""Of `swift_benchmark.jsonl`, by the rows of Yi and Mistral."""
+"""The factor is from the rows of Yi and Mistral in `swift_benchmark.jsonl`."""
 
 
 def sequence_length(architecture: Architecture, training: Settings, notes: Notes) -> int:
@@ -38,8 +39,8 @@ def sequence_length(architecture: Architecture, training: Settings, notes: Notes
         length = min(1024, architecture.most_positions or 1024)
         fewer = f", and {architecture.name} has positions for {length}" if length < 1024 else ""
         given, whose = ("block_size", "run_clm.py's") if in_blocks else ("max_length", "trl's")
-        said = f"{given} is not given; {whose} default 1024 is treated as the sequence length{fewer}."
-        notes.assumptions.append(said)
+        sentence = f"{given} is not given; {whose} default 1024 is treated as the sequence length{fewer}."
+        notes.assumptions.append(sentence)
         return length
     if padded:
         notes.assumptions.append(
@@ -78,7 +79,8 @@ def batch_form(training: Settings, attention: str, versions: Mapping[str, object
     if not (free or (packing and whole)):
         return Batch()
     if not packing:
-        notes.assumptions.append("padding_free: every sequence is read as long as it may be; batch.num_tokens says fewer.")
+        notes.assumptions.append("padding_free: every sequence is assumed to have the largest length; batch.num_tokens "
+            "gives fewer tokens.")
     if attention != "flash_attention_2":
         notes.warnings.append(
             f"A padding-free batch with attention={attention} needs a mask of tokens × tokens, which is counted; flash "

@@ -1,5 +1,5 @@
-"""How a training command writes what a configuration file writes otherwise: switches that are on by default and turned off,
-and mappings.
+"""Two things that a command line writes differently from a configuration file: switching off what is on by default, and
+mappings.
 
 Source: transformers 5.17 hf_argparser.py `_parse_dataclass_field`: such a switch has a flag of its name after `--no_`;
 training_args.py `_VALID_DICT_FIELDS`: mappings are given as JSON. Defaults: training_args.py of transformers 5.17,

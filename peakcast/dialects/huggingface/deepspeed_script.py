@@ -64,7 +64,7 @@ def _micro_batch_size(settings: Settings, engine: Any, num_gpus: int) -> int:
     micro = total // (num_gpus * steps)
     if micro != size:
         settings.notes.assumptions.append(
-            f"micro_batch_size is train_batch_size={total} / ({num_gpus} GPUs × {steps} accumulation steps) = {micro}, as "
-            f"DeepSpeed has it; batch_size={size} of the script is left out."
+            f"micro_batch_size is train_batch_size={total} / ({num_gpus} GPUs × {steps} accumulation steps) = {micro}, "
+            f"as DeepSpeed computes it; batch_size={size} of the script is ignored."
         )
     return micro

@@ -19,10 +19,11 @@ Widened = Literal["none", "trained", "all"]
 """Which weights of 16 bits a launcher casts to float32."""
 
 CHECKPOINTS = "that of the checkpoint"
-"""The `dtype_if_unsaid` of dtype="auto" (any release's `from_pretrained`)."""
+"""Value of `dtype_if_unsaid` that means dtype="auto": the dtype of the checkpoint's tensors, in any release."""
 
 FROM_PRETRAINED = "that of from_pretrained"
-"""The `torch_dtype` of a network that a program has loaded without one, which is no default of its trainer."""
+"""Value of `torch_dtype` if the program itself loads the network, without a dtype: the trainer's default then does not
+apply."""
 
 
 def with_auto_dtype(training: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -38,21 +39,21 @@ def weights_dtype(
     """The dtype in which the weights are loaded. `model`: the keys of config.json, if given; `name`: the network's;
     `is_modern`: whether transformers 5 loads them.
 
-    Where nothing asks for a dtype, transformers 5 takes the configuration's, else that of the checkpoint's tensors (5.17
-    modeling_utils.py `_get_dtype`, `from_pretrained(dtype="auto")`); transformers 4 takes float32 whatever those are, and
+    If no setting asks for a dtype, transformers 5 uses the configuration's, else that of the checkpoint's tensors (5.17
+    modeling_utils.py `_get_dtype`, `from_pretrained(dtype="auto")`); transformers 4 uses float32 whatever those are, and
     float16 for what bitsandbytes and GPTQ quantise (4.57 modeling_utils.py `from_pretrained`, quantizers `update_dtype`).
     """
     for key in ("dtype", "torch_dtype"):
         if (asked := training.raw(key)) is not None and str(asked) not in ("auto", FROM_PRETRAINED):
             return _dtype_named(key, asked)
-    unsaid = training.text("dtype_if_unsaid")  # who takes the configuration's in any release, and else this one
+    unsaid = training.text("dtype_if_unsaid")  # in any release the configuration's, and else this one
     if not is_modern and not unsaid:
         dtype: Dtype = "float16" if quantized else "float32"
         ways = "" if quantized else " (torch_dtype: bfloat16 halves them)"
         notes.assumptions.append(f"torch_dtype is not given; transformers 4 loads weights in {dtype}{ways}.")
         return dtype
-    if (said := model.get("dtype") or model.get("torch_dtype")) is not None and str(said) != "auto":
-        dtype = _dtype_named("the configuration's dtype", said)
+    if (configured := model.get("dtype") or model.get("torch_dtype")) is not None and str(configured) != "auto":
+        dtype = _dtype_named("the configuration's dtype", configured)
         notes.assumptions.append(f"the weights are loaded as {dtype}, as the configuration says.")
         return dtype
     if not model and name in catalog.architecture_names():
@@ -63,8 +64,8 @@ def weights_dtype(
 
 
 def _unsaid_dtype(model: Mapping[str, Any], unsaid: str, notes: Notes) -> Dtype:
-    """The dtype of weights where neither settings nor a configuration say it: `unsaid`, if that is a dtype; else that of
-    their checkpoint, which is float32 if it is older than the key, as those of BERT, GPT-2 and T5."""
+    """The dtype of weights if neither settings nor a configuration give one: `unsaid`, if that is a dtype; else the
+    checkpoint's. Checkpoints older than the key, such as those of BERT, GPT-2 and T5, are float32."""
     of_checkpoint = unsaid in ("", CHECKPOINTS)
     dtype = _dtype_named("dtype_if_unsaid", "float32" if of_checkpoint else unsaid)
     nor = "the configuration" if model else "dtype"
@@ -178,7 +179,8 @@ def widened_under_fsdp(shards: Settings | None, versions: Mapping[str, str], pre
 def note_release_of_accelerate(
     shards: Settings, versions: Mapping[str, str], weights: Dtype, finetuning: Finetuning, notes: Notes
 ) -> None:
-    """Says that an accelerate as old as the transformers that is asked for casts frozen weights too."""
+    """Note that older releases of accelerate, which run with the transformers that is asked for, also cast frozen
+    weights."""
     frozen = finetuning.method != "full" and finetuning.quantization is None
     if frozen and weights != "float32" and fsdp_version(shards) == 2 and "accelerate" not in versions:
         notes.warnings.append(

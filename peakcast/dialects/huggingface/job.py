@@ -65,13 +65,14 @@ ATTENTIONS: dict[str, Literal["eager", "sdpa", "flash_attention_2", "flex"]] = {
 
 
 FIRST_WITH_SDPA = (4, 36)
-"""The release of transformers from which networks take sdpa where they have it (modeling_utils.py
-_autoset_attn_implementation); attention was eager before."""
+"""The release of transformers from which sdpa is the default of networks that have it (modeling_utils.py
+_autoset_attn_implementation); the default was eager before."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What describes one run: the network, and the settings of each library that takes part in it (None: it does not)."""
+    """One run: its network, and the settings of each library. Settings that are None mean that the run does not use that
+    library."""
 
     config: Mapping[str, Any] | str | Architecture
     model: Mapping[str, Any]
@@ -87,7 +88,8 @@ class _Run:
     versions: Mapping[str, Any]
     notes: Notes
     widens_for_fsdp: tuple[int, ...]
-    """The versions of FSDP that accelerate itself prepares, which widens what it shards under mixed precision."""
+    """The versions of FSDP that accelerate prepares with its own code, which casts what it shards to float32 under mixed
+    precision."""
 
     @property
     def is_modern(self) -> bool:
@@ -308,7 +310,7 @@ def _liger(training: Settings, options: dict[str, Any]) -> bool:
 
 
 def _account_for_the_rest(run: _Run) -> None:
-    """Note settings that are not modelled, and which of those that nothing has read are known to cost no memory."""
+    """Note settings that are not modelled; and of those that no function has read, which are known to cost no memory."""
     training, engine, notes = run.training, run.engine, run.notes
     if training.switch("auto_find_batch_size"):
         notes.warnings.append(
@@ -339,15 +341,16 @@ def _account_for_the_rest(run: _Run) -> None:
 
 
 def _account_for_offloading(run: _Run) -> None:
-    """Note what stays on the GPU although activations are offloaded. trl 1.16 models/activation_offloading.py: a tensor
-    that is saved again is kept, and so are the last five. Bytes are those of traces with 2 and 16 layers of Llama."""
+    """Note which activations stay on the GPU although they are offloaded: tensors that more than one operation saves, and
+    the last five saved (trl 1.16 models/activation_offloading.py). Bytes are those of traces with 2 and 16 layers of
+    Llama."""
     training = run.training
     bare = _checkpointing(training, run.shards, run.is_modern).mode == "none"
     if bare and training.switch("activation_offloading"):
         run.notes.unsupported.append(
-            "activation_offloading without gradient_checkpointing leaves on the GPU what several operations save, in TRL's "
-            "version: of each layer of Llama about 15 bytes for every element of its hidden states, 8 with LoRA. All of it "
-            "is counted as on the host; with gradient_checkpointing=true nearly all of it is there.",
+            "TRL's activation_offloading without gradient_checkpointing leaves tensors that several operations save on "
+            "the GPU: of each layer of Llama about 15 bytes for every element of its hidden states, 8 with LoRA. They "
+            "are counted as on the host; with gradient_checkpointing=true nearly all of them are.",
             training.spell("activation_offloading"),
             "more",
         )

@@ -18,7 +18,8 @@ METHOD_BY_NAME = re.compile(r"(?!no_|disable_).*(lora|peft|low_rank|[48]_?bit(?!
 SAY_METHOD = "Say which by --method lora --lora-rank 16 (or yours), or by --method full."
 ASK_METHOD = "Say which by the launch script that names its program, such as dpo.py or orpo.py."
 PREFERENCES = re.compile(r"prefer|binarized|feedback|hh[-_]rlhf|[-_/](dpo|kto|orpo)\b", re.IGNORECASE)
-"""In names of datasets of chosen and rejected answers, or of marked ones, on which TRL's SFTTrainer is rarely run."""
+"""Matches names of datasets that have chosen and rejected answers, or marked ones; TRL's SFTTrainer is rarely run on
+them."""
 
 
 class Likely(NamedTuple):
@@ -26,7 +27,7 @@ class Likely(NamedTuple):
 
     name: str
     pasted: Pasted
-    """What would be read for it."""
+    """The configuration that is read for this run, with the program that the run would have."""
     parts: Mapping[str, Mapping[str, Any]]
     whose: Whose
     way_out: str
@@ -40,7 +41,7 @@ def likely_runs(
     whose: Whose,
     unknown: Iterable[str],
 ) -> list[Likely]:
-    """Other runs that the training arguments `given` may mean, of which the keys `unknown` were not read."""
+    """Other runs that the training arguments `given` may mean. `unknown`: those of their keys that were not read."""
     likely: list[Likely] = []
     adapters = {**parts, "training": {**given, "use_peft": True}}
     if not whose.sure:
@@ -69,6 +70,6 @@ def _of_other_methods(
     dataset = str(given.get("dataset_name", ""))
     if method == "sft" and PREFERENCES.search(dataset):
         other = "kto" if "kto" in dataset.lower() else "dpo"
-        name = f"a run of {other.upper()}, as the dataset {dataset} lets suppose"
+        name = f"a run of {other.upper()}, as the dataset {dataset} suggests"
         likely.append(Likely(name, replace(pasted, program=f"{other}.py"), parts, whose, ASK_METHOD))
     return likely

@@ -1,4 +1,4 @@
-"""Releases before the newest whose defaults are others, where a run says neither the release nor the setting."""
+"""Older releases with other defaults, for runs that give neither the release nor the setting."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class OlderRelease(NamedTuple):
 
 
 def older_releases(training: Mapping[str, Any], whose: Whose, versions: Mapping[str, Any]) -> Iterator[OlderRelease]:
-    """Those that the run of the arguments `training` may have, of which the releases `versions` are known; none without
-    arguments, where nothing says that transformers' Trainer runs."""
+    """The older releases that a run with the arguments `training` may use. `versions`: releases that are known. None
+    without arguments, since transformers' Trainer may then not run at all."""
     if not training:
         return
     dtypes = [training[key] for key in ("dtype", "torch_dtype") if training.get(key) is not None]
@@ -45,16 +45,16 @@ def older_releases(training: Mapping[str, Any], whose: Whose, versions: Mapping[
         yield OlderRelease(
             "trl",
             f"{first[0]}.{first[1] - 1}",
-            f"a run of trl before {first[0]}.{first[1]}, which has {keys} off unless told",
+            f"a run of trl before {first[0]}.{first[1]}, which has {keys} off by default",
             f"Say which by --versions trl={first[0]}.{first[1] - 1} (or yours), or by {keys}.",
         )
 
 
 def differ(job: TrainingJob, older: TrainingJob) -> bool:
-    """Whether the release of `older` changes what these are about: the dtypes and the activation checkpointing."""
+    """Whether `job` and `older` differ in dtypes or activation checkpointing, whose defaults older releases change."""
     return _sizes(job) != _sizes(older) or job.activation_checkpointing.mode != older.activation_checkpointing.mode
 
 
 def _sizes(job: TrainingJob) -> tuple[float, float]:
-    """Bytes of a number of the weights, and of the products."""
+    """(bytes of an element of the weights, bytes of an element of the products)."""
     return DTYPE_BYTES[job.precision.parameters], DTYPE_BYTES[job.precision.compute]

@@ -18,7 +18,7 @@ FIRST_FUSED = (4, 54)
 
 
 def engines_optimizer(engine: Settings | None, training: Settings, notes: Notes) -> Optimizer | None:
-    """The optimizer that the DeepSpeed configuration names, which the Trainer then takes and not its own `optim`
+    """The optimizer that the DeepSpeed configuration names; the Trainer then uses it instead of its own `optim`
     (transformers 5.17 `integrations/deepspeed.py` `deepspeed_optim_sched`)."""
     optimizer = engine_optimizer(engine, notes)
     if optimizer is not None and training.given("optim"):

@@ -19,7 +19,7 @@ RESHARDS = ("fsdp_reshard_after_forward", "reshard_after_forward")
 CHECKPOINTS = ("fsdp_activation_checkpointing", "activation_checkpointing")
 """FSDP's keys for checkpoints around its units."""
 OFFLOADED_CHECKPOINTS = ("fsdp_activation_checkpointing_offload", "activation_checkpointing_offload")
-"""FSDP's keys for the inputs of these on the host."""
+"""FSDP's keys for offloading the inputs of these checkpoints to the host."""
 ZERO_3_SIZES = {
     "stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000,
     "stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9,
@@ -83,8 +83,8 @@ def _note_units(merged: Mapping[str, Any], notes: Notes) -> None:
 
 def started_with(shards: Settings | None, num_gpus: int, notes: Notes) -> Settings | None:
     """`shards`, or None where FSDP is asked for and not used: on one GPU, unless a launcher's configuration asks for it.
-    Without one the program is started as on one GPU always (accelerate 1.15 commands/launch.py `launch_command`), and then
-    has no FSDP (state.py `PartialState`, `AcceleratorState`)."""
+    Without such a configuration accelerate always starts the program as on one GPU (accelerate 1.15 commands/launch.py
+    `launch_command`), and then without FSDP (state.py `PartialState`, `AcceleratorState`)."""
     if shards is None or num_gpus > 1 or any(map(shards.given, OF_LAUNCHER)):
         return shards
     notes.warnings.append(
@@ -102,13 +102,13 @@ def fsdp_version(shards: Settings) -> int:
 
 
 def has_checkpoints(shards: Settings | None, training: Settings) -> bool:
-    """Whether FSDP checkpoints its units. Raises: SpecError if the Trainer shall checkpoint as well, which it refuses
-    (transformers 5.17 trainer.py, after `create_accelerator_and_postprocess`)."""
+    """Whether FSDP checkpoints its units. Raises: SpecError if the Trainer is to checkpoint as well, which transformers
+    refuses (transformers 5.17 trainer.py, after `create_accelerator_and_postprocess`)."""
     asked = [key for key in CHECKPOINTS if shards is not None and shards.switch(key)]
     if shards is not None and asked and training.switch("gradient_checkpointing"):
         other = training.spell("gradient_checkpointing")
         rule = (
-            f"cannot be given with {other}, which trl has on since 0.22 unless told: transformers' Trainer refuses both; "
+            f"cannot be given with {other}, which is on by default since trl 0.22: transformers' Trainer refuses both; "
             f"set {other}: false"
         )
         raise shards.refuse(asked[0], rule)
@@ -116,9 +116,10 @@ def has_checkpoints(shards: Settings | None, training: Settings) -> bool:
 
 
 def offloads_checkpoints(shards: Settings | None, training: Settings) -> bool:
-    """Whether the inputs that checkpoints keep wait on the host: `save_on_cpu` around each checkpoint, by transformers
-    (5.17 modeling_utils.py `gradient_checkpointing_enable`) or accelerate (1.15 utils/fsdp_utils.py `fsdp2_apply_ac`).
-    Raises: SpecError where accelerate does (utils/dataclasses.py `FullyShardedDataParallelPlugin.__post_init__`)."""
+    """Whether the inputs that checkpoints save are offloaded to the host: `save_on_cpu` around each checkpoint, by
+    transformers (5.17 modeling_utils.py `gradient_checkpointing_enable`) or accelerate (1.15 utils/fsdp_utils.py
+    `fsdp2_apply_ac`). Raises: SpecError where accelerate does (utils/dataclasses.py
+    `FullyShardedDataParallelPlugin.__post_init__`)."""
     details = training.raw("gradient_checkpointing_kwargs") or {}
     asked = [key for key in OFFLOADED_CHECKPOINTS if shards is not None and shards.switch(key)]
     if shards is not None and asked and not (has_checkpoints(shards, training) and fsdp_version(shards) == 2):
@@ -128,9 +129,9 @@ def offloads_checkpoints(shards: Settings | None, training: Settings) -> bool:
 
 
 def without_second_checkpoints(training: dict[str, Any], *sharded: object) -> None:
-    """Take the Trainer's checkpoints out of `training` if FSDP has its own in one of the mappings `sharded`: for programs
-    that checkpoint the layers themselves, so that the Trainer does not know of it. Only the outer of two checkpoints
-    saves inputs of layers."""
+    """Take the Trainer's checkpoints out of `training` if one of the mappings `sharded` has FSDP checkpoint its units. It
+    is for programs that checkpoint the layers themselves, without the Trainer's knowledge: where one checkpoint is inside
+    another, only the outer one saves the layer's input."""
     for fsdp in sharded:
         if isinstance(fsdp, Mapping) and any(str(fsdp.get(key, "")).lower() == "true" for key in CHECKPOINTS):
             training["gradient_checkpointing"] = False

@@ -105,9 +105,9 @@ CLASSIFIERS: dict[str, Literal["sequence_classifier", "token_classifier"]] = {
 
 
 def with_head(job: TrainingJob, model_class: str, notes: Notes) -> TrainingJob:
-    """`job` with the head of `model_class`: a classifier's of decoders and encoders, where a span's begin and end are two
-    classes of each token. A network without a head, or with one that is not counted, has that of a reward model, or that
-    which predicts words, with a note."""
+    """`job` with the head of `model_class`. Decoders and encoders get a classifier's head; begin and end of a span are two
+    classes of each token. For other classes without logits, decoders get the head of a reward model and other networks keep
+    the language model's, with a note."""
     network, found = job.architecture, SCORING.fullmatch(model_class)
     if found is None:
         explicit = model_class and network.head != "language_model"
@@ -116,13 +116,14 @@ def with_head(job: TrainingJob, model_class: str, notes: Notes) -> TrainingJob:
         labels = network.num_labels if network.head == head else 2
         network = replace(network, head=head, num_labels=labels)
         return job.replace(architecture=network, loss=replace(job.loss, fused_linear_cross_entropy=False))
-    told = f"{model_class} has no output for each word of the vocabulary; "
+    no_logits = f"{model_class} has no output for each word of the vocabulary; "
     if network.kind != "decoder":
-        notes.unsupported.append(f"{told}the head that predicts words is counted.", "loss.kind", "less")
+        notes.unsupported.append(f"{no_logits}the head that predicts words is counted.", "loss.kind", "less")
         return job
     drops = network.attention_dropout or network.hidden_dropout or network.embedding_dropout
     notes.unsupported.append(
-        f"{told}the head of a reward model, which scores each sequence, is counted{', without dropout' if drops else ''}.",
+        f"{no_logits}the head of a reward model, which scores each sequence, is counted"
+        f"{', without dropout' if drops else ''}.",
         "loss.kind",
         "more" if drops else "either",
     )
@@ -186,8 +187,8 @@ def _say_sequences_together(notes: Notes, name: str, sequences: int, samples: in
 
 
 def with_own_reference(job: TrainingJob, notes: Notes, why: str) -> TrainingJob:
-    """`job` with a frozen network of its own as reference, where adapters that are switched off would be one. `why`: what
-    says so."""
+    """`job` with a separate frozen network as reference, also where the trained network with its adapters switched off
+    could be the reference. `why`: the setting that asks for it, in words."""
     notes.assumptions[:] = [said for said in notes.assumptions if not said.startswith("the reference of ")]
     notes.assumptions.append(f"the reference is a frozen network of its own: {why}.")
     if job.finetuning.quantization:

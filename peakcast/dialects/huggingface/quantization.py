@@ -29,13 +29,15 @@ def quantization_of(model: Mapping[str, Any], training: Settings, name: object) 
 STORAGES = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")
 """Values of BitsAndBytesConfig's bnb_4bit_quant_storage, its default first."""
 AS_PARAMETERS = "packed_as_parameters"
-"""In quantization settings: whether a program makes parameters of GPTQ's buffers, so that FSDP divides them."""
+"""Added to quantization settings here: whether the program turns GPTQ's buffers into parameters, which FSDP then
+divides."""
 
 
 def storage_under_fsdp(quantization: Mapping[str, Any], version: int, notes: Notes) -> dict[str, Any]:
-    """The options of a run whose packed weights FSDP does not divide: 4-bit ones that are stored as integers,
-    BitsAndBytesConfig's default, which FSDP1 refuses and accelerate leaves out of what FSDP2 shards; and GPTQ's, which are
-    buffers of its layers (`register_buffer` in the QuantLinears of AutoGPTQ and GPTQModel)."""
+    """The framework options that say that FSDP does not divide the run's packed weights; {} if it divides them. It does not
+    divide 4-bit weights that are stored as integers, BitsAndBytesConfig's default: FSDP1 refuses them, and accelerate
+    leaves them out of what FSDP2 shards. Nor GPTQ's, which are buffers of its layers (`register_buffer` in the QuantLinears
+    of AutoGPTQ and GPTQModel)."""
     if quantization.get("quant_method") == "gptq" and not quantization.get(AS_PARAMETERS):
         notes.warnings.append(
             "GPTQ's packed weights are buffers, which FSDP does not divide: every GPU has all of them.",
@@ -47,8 +49,8 @@ def storage_under_fsdp(quantization: Mapping[str, Any], version: int, notes: Not
         return {}
     if version == 2:
         notes.warnings.append(
-            "4-bit weights are stored as uint8 (bnb_4bit_quant_storage), which accelerate leaves out of what FSDP2 shards: "
-            "every GPU has all of them. Stored as bfloat16 each has its part.",
+            "4-bit weights are stored as uint8 (bnb_4bit_quant_storage), which accelerate leaves out of what FSDP2 "
+            "shards: every GPU has all of them. If they are stored as bfloat16, each GPU has its part.",
             "bnb_4bit_quant_storage",
             "less",
         )

@@ -13,7 +13,8 @@ from peakcast.dialects.common.translation import Notes
 
 
 class Default(NamedTuple):
-    """A default of trl's configurations: the first release that has it, and the oldest transformers which that needs."""
+    """A default of trl's configurations: its value, the first release with it, and the oldest transformers that this
+    release needs."""
 
     value: object
     since: tuple[int, int]
@@ -53,8 +54,8 @@ def left_out(training: Mapping[str, Any]) -> list[str]:
 
 
 def has_default(default: Default, versions: Mapping[str, Any]) -> bool:
-    """Whether the trl of `versions` has `default`; where trl is not given, whether one that has it runs with their
-    transformers."""
+    """Whether the trl of `versions` has `default`; if trl's version is not given, whether a trl with that default can run
+    with the transformers of `versions`."""
     known = resolved(versions)
     if trl := release(known.get("trl", "")):
         return trl >= default.since

@@ -25,8 +25,8 @@ def with_sft_loss(job: TrainingJob, options: Mapping[str, Any], notes: Notes) ->
     """`job` with what `take_sft_loss` returned. Recordings of a network run TRL's head only where TRL is installed."""
     if options.get("loss_kernel") == TILES.value and job.architecture.configuration and find_spec("trl") is None:
         notes.unsupported.append(
-            "trl (since 1.15) makes no whole logits; how this network does without them can be recorded only where trl is "
-            "installed, so whole ones are counted: pip install trl.",
+            "trl (since 1.15) never has all logits at once. For this network that can only be recorded where trl is "
+            "installed, so all logits are counted: pip install trl.",
             "loss_type",
             "less",
         )
@@ -42,8 +42,8 @@ def with_sft_loss(job: TrainingJob, options: Mapping[str, Any], notes: Notes) ->
 
 
 def take_sft_loss(training: dict[str, Any], method: str, versions: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-    """Remove `loss_type` from `training`; returns the conventions of SFTTrainer's own. Where it has its own head, of
-    Liger's kernels only those of layers run. For other methods, nothing."""
+    """Remove `loss_type` from `training`, and return the conventions of SFTTrainer's own loss; {} for other methods. If
+    SFTTrainer replaces the head, only those of Liger's kernels run that are inside layers."""
     if method not in ("sft", "pt"):
         return {}
     kind = training.pop("loss_type", None)
@@ -52,8 +52,8 @@ def take_sft_loss(training: dict[str, Any], method: str, versions: Mapping[str, 
     if has_default(TILES, versions):
         if training.get("compute_loss_func") or training.get("label_smoothing_factor"):
             notes.unsupported.append(
-                "trl (since 1.15) also computes whole logits where a loss of one's own or label_smoothing_factor asks for "
-                "them; its own head is not counted beside them.",
+                "trl (since 1.15) also computes whole logits if a custom loss or label_smoothing_factor needs them; its "
+                "own head is then not counted in addition.",
                 "label_smoothing_factor",
                 "more",
             )

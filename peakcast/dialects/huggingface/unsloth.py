@@ -29,7 +29,7 @@ TABLES = ("embed_tokens", "lm_head")
 
 def is_unsloths(versions: Mapping[str, str] | None, *arguments: Mapping[str, Any] | None) -> bool:
     """Whether the run uses Unsloth: its version is named, or one of its own values is given."""
-    given = [one.get(key) for one in arguments if isinstance(one, Mapping) for key in CHECKPOINTING]
+    given = [mapping.get(key) for mapping in arguments if isinstance(mapping, Mapping) for key in CHECKPOINTING]
     return "unsloth" in (versions or {}) or "unsloth" in given
 
 

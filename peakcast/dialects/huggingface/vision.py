@@ -30,11 +30,11 @@ LIMITS = ("max_pixels", "image_max_pixels", "force_image_size")
 class _Project:
     name: str
     keys: Mapping[str, str]
-    """Part of the network -> the key that freezes it or has it trained; false unless given."""
+    """Part of the network -> its key, false by default: the key freezes the part or trains it, as `freezes` says."""
     freezes: bool
-    """Whether true freezes a part."""
+    """Whether a key that is true freezes its part; otherwise it trains the part."""
     checkpoints: str = ""
-    """The key that is its word for `gradient_checkpointing`."""
+    """The project's name for the key `gradient_checkpointing`."""
     adapters: tuple[str, ...] = ()
     """Keys that ask for adapters by their rank."""
 
@@ -60,7 +60,8 @@ PROJECTS = (
         adapters=("vision_lora",),
     ),
 )
-"""Projects whose scripts freeze parts of a network that transformers builds. A script is of that with most keys in it."""
+"""Projects whose scripts freeze parts of a network that transformers builds. A script belongs to the project with most of
+whose keys it is called."""
 
 
 def take_images(training: dict[str, Any], notes: Notes) -> Callable[[TrainingJob], TrainingJob]:
@@ -73,13 +74,13 @@ def take_images(training: dict[str, Any], notes: Notes) -> Callable[[TrainingJob
         )
         _drop(training, notes, _OF_LLAVA)
         return lambda job: job
-    project = max(PROJECTS, key=lambda one: len(set(one.keys.values()) & set(training)))
+    project = max(PROJECTS, key=lambda project: len(set(project.keys.values()) & set(training)))
     if not set(project.keys.values()) & set(training):
         return lambda job: job
     if project.checkpoints and project.checkpoints in training:
         training["gradient_checkpointing"] = training.pop(project.checkpoints)
     if "attn_implementation" not in training and not Settings(training, notes, "").switch("disable_flash_attn2"):
-        training["attn_implementation"] = "flash_attention_2"  # which these scripts say themselves
+        training["attn_implementation"] = "flash_attention_2"  # which these scripts set themselves
     training.pop("disable_flash_attn2", None)
     own = Settings(dict(training), notes, project.name)
     if own.switch("data_flatten"):

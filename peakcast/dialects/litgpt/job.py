@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, OptimizerName] = {
     "adamw8bit": "adamw_8bit", "pagedadamw": "paged_adamw_32bit", "galore": "galore", "galoreadamw": "galore",
 }  # fmt: skip
 LORA = re.compile(r"finetune|(finetune_)?lora")
-"""Commands and programs that finetune by LoRA whatever their arguments are (litgpt 0.5.13 __main__.py, finetune/)."""
+"""Commands and programs that always finetune by LoRA (litgpt 0.5.13 __main__.py, finetune/)."""
 ADAPTERS = re.compile(r"(finetune_)?adapter(_v2)?")
 LORA_RANK = 8
 """`lora_r` of finetune/lora.py where it is not given (lit-gpt of 2023, litgpt 0.4.0, 0.5.13)."""
@@ -50,8 +50,8 @@ IGNORED = re.compile(
 
 
 def _options(settings: Settings, architecture: Architecture, finetuning: Finetuning, tokens: int) -> dict[str, Any]:
-    """Framework options of a loss over `tokens` (finetune/lora.py takes 128 of every sequence at once), and of the parts of
-    the fused projection that have adapters."""
+    """Framework options: the chunks of the loss over `tokens` (finetune/lora.py computes it for 128 tokens of every
+    sequence at a time), and the parts of the fused projection that have adapters."""
     options: dict[str, Any] = {"logits_chunks": -(-tokens // LOSS_CHUNK)}
     if finetuning.method != "full" and (parts := adapted_of_qkv(_adapted(settings), architecture)) not in ("", "qkv"):
         options["adapted_of_qkv"] = parts
@@ -112,14 +112,14 @@ def _note_strategy(settings: Settings, *, pretrains: bool, several: bool) -> Non
 
 
 def _length(settings: Settings, longest: int, *, pretrains: bool) -> int:
-    """Tokens per sample: `train.max_seq_length`. Without it, pretraining fills every sample to the `longest` that the
-    network takes (litgpt 0.5.13 pretrain.py: `model.max_seq_length`), and finetuning takes samples as they are."""
+    """Tokens per sample: `train.max_seq_length`. Without it, pretraining fills every sample up to `longest`, the network's
+    maximum (litgpt 0.5.13 pretrain.py: `model.max_seq_length`), and finetuning does not cut samples."""
     length, notes = settings.integer("train.max_seq_length"), settings.notes
     if length is not None:
         notes.assumptions.append("sequences are treated as long as train.max_seq_length; shorter samples need less.")
         return length
     if pretrains:
-        notes.assumptions.append(f"train.max_seq_length is not given; pretraining takes the network's, {longest}.")
+        notes.assumptions.append(f"train.max_seq_length is not given; pretraining uses the network's maximum, {longest}.")
         return longest
     length = min(longest, 2048)
     notes.warnings.append(
@@ -197,7 +197,8 @@ def _adapted(settings: Settings) -> list[str]:
 def _precision(settings: Settings) -> Precision:
     word = settings.text("precision")
     if not word:
-        settings.notes.assumptions.append("precision is not given; LitGPT takes bf16-true on GPUs that have bfloat16.")
+        settings.notes.assumptions.append("precision is not given; LitGPT's default is bf16-true on GPUs that have "
+            "bfloat16.")
         word = "bf16-true"
     names: dict[str, Dtype] = {"bf16": "bfloat16", "16": "float16", "32": "float32"}
     first, _, kind = word.partition("-")

@@ -33,9 +33,9 @@ FAMILIES = {"LLaMAMLP": "llama", "LLaMAMoE": "llama", "GptNeoxMLP": "gpt_neox"}
 
 
 def litgpt_network(settings: Settings, pasted: Pasted) -> Architecture:
-    """The network of the configuration. Its tables are two unless `train.tie_embeddings` ties them, also where the
-    checkpoint has one: its copy becomes the lm_head's (litgpt 0.4.0, 0.5.13 scripts/convert_hf_checkpoint.py, model.py
-    GPT). Raises: SpecError."""
+    """The network of the configuration. Embedding and lm_head are two tables unless `train.tie_embeddings` ties them, even
+    if the checkpoint has one: LitGPT then copies it for the lm_head (litgpt 0.4.0, 0.5.13 scripts/convert_hf_checkpoint.py,
+    model.py GPT). Raises: SpecError."""
     sections = [name for name in SECTIONS if isinstance(pasted.values.get(name), Mapping) and pasted.values[name]]
     for name in sections:
         settings.notes.ignored += [key for key in settings.left() if key.startswith(f"{name}.") and settings.given(key)]

@@ -171,13 +171,13 @@ def _with_reference(job: TrainingJob, settings: Settings, kind: str) -> Training
     named = settings.raw("ref_model")
     if job.reference not in ("model", "adapter_off") or (kind == "lora" and not named):
         return job
-    said = settings.notes.unsupported
+    note = settings.notes.unsupported.append
     if settings.raw("ref_model_quantization_bit"):
-        said.append("The reference's quantised weights are counted whole.", "ref_model_quantization_bit", "less")
+        note("The reference's quantised weights are counted whole.", "ref_model_quantization_bit", "less")
     if job.precision.parameters != job.precision.compute:
-        said.append("The reference is counted in the dtype of what is trained; LLaMA-Factory halves it.", "bf16", "less")
+        note("The reference is counted in the dtype of what is trained; LLaMA-Factory halves it.", "bf16", "less")
     if named:
-        said.append(f"The reference (ref_model={named}) is counted as large as the network that is trained.", "ref_model")
+        note(f"The reference (ref_model={named}) is counted as large as the network that is trained.", "ref_model")
     return with_own_reference(job, settings.notes, f"ref_model={named}" if named else f"finetuning_type={kind}")
 
 

@@ -80,8 +80,9 @@ def nanotron_architecture(settings: Settings, tensor: int) -> Architecture:
     given |= {name: settings.raw(PREFIX + key) for key, name in OTHER_NAMES.items() if settings.given(PREFIX + key)}
     config = DEFAULTS[family] | {name: value for name, value in given.items() if value is not None}
     if family == "starcoder2":
-        one = settings.switch(PREFIX + "multi_query") or not settings.switch(PREFIX + "grouped_query")
-        config = {"intermediate_size": 4 * config["hidden_size"]} | config | ({"num_key_value_heads": 1} if one else {})
+        has_one_key_head = settings.switch(PREFIX + "multi_query") or not settings.switch(PREFIX + "grouped_query")
+        key_heads = {"num_key_value_heads": 1} if has_one_key_head else {}
+        config = {"intermediate_size": 4 * config["hidden_size"]} | config | key_heads
     else:
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config["vocab_size"] = _padded(settings, config["vocab_size"], tensor)

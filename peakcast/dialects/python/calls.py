@@ -172,10 +172,10 @@ class _ProgramReader(ast.NodeVisitor):
 
     def visit_If(self, node: ast.If) -> None:
         """Leave out the statements under `if False:`, with which notebooks disable cells."""
-        taken = self.known.value(node.test)
-        for statement in [] if taken is False else node.body:
+        condition = self.known.value(node.test)
+        for statement in [] if condition is False else node.body:
             self.visit(statement)
-        for statement in [] if taken is True else node.orelse:
+        for statement in [] if condition is True else node.orelse:
             self.visit(statement)
 
     def visit_Assign(self, node: ast.Assign) -> None:

@@ -76,13 +76,13 @@ class FunctionTable:
         for statement in statements:
             if isinstance(statement, ast.Return) and statement.value is not None:
                 named = statement.value.id if isinstance(statement.value, ast.Name) else ""
-                kept = known.names.get(named)
-                return made.get(named) or (kept if isinstance(kept, dict) else self._made(statement.value, known))
+                assigned = known.names.get(named)
+                return made.get(named) or (assigned if isinstance(assigned, dict) else self._made(statement.value, known))
             if isinstance(statement, ast.If):
-                taken = known.value(statement.test)
-                if isinstance(taken, NotGiven):
+                condition = known.value(statement.test)
+                if isinstance(condition, NotGiven):
                     self._note(statement)
-                elif (found := self._followed(statement.body if taken else statement.orelse, known, made)) is not None:
+                elif (found := self._followed(statement.body if condition else statement.orelse, known, made)) is not None:
                     return found
             elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
                 self._assign(statement, known, made)

@@ -171,8 +171,8 @@ class _ScriptReader:
         self._follow(child for child in node.named_children if child.type == "else_clause")
 
     def _chosen(self, condition: Node, body: list[Node], others: list[Node]) -> bool:
-        """Whether `body` is what runs where `condition` is asked. A condition that is not known is taken to be such that
-        the script does not end with an error."""
+        """Whether `condition` holds, so that `body` runs. A condition that is not known is decided such that the script
+        does not end with an error."""
         known = len(self.script.notes)
         answer = self._holds(condition)
         fails = [ends_with_error(nodes) for nodes in (body, others)]
@@ -208,7 +208,7 @@ class _ScriptReader:
         endless = source_of(condition) in ("true", ":")
         before: dict[str, str | list[str]] | None = None
         while (endless or self._holds(condition)) != until and self.variables.variables != before:
-            before = dict(self.variables.variables)  # a turn that changes none waits for something outside of the script
+            before = dict(self.variables.variables)  # a repetition that changes none waits for other programs
             if not self._turn(body):
                 break
             self._steps += 1

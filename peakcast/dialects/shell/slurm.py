@@ -1,4 +1,4 @@
-"""What a launch script's #SBATCH lines ask of Slurm: nodes, and GPUs or tasks on each."""
+"""The resources that a launch script's #SBATCH lines request from Slurm: nodes, and GPUs or tasks on each."""
 
 from __future__ import annotations
 

@@ -68,9 +68,10 @@ UNSUPPORTED_LESS = {
     "lisa_activated_layers": "LISA", "freeze_parameters": "frozen weights", "freeze_parameters_regex": "frozen weights",
     "freeze_parameters_ratio": "frozen weights", "trainable_parameters_regex": "frozen weights",
 }  # fmt: skip
-"""What needs less memory than the answer, which is for a run without it."""
+"""Features that reduce memory and are not modelled; the answer is for a run without them."""
 LEAVING = ("offload_model", "offload_optimizer")
-"""What leaves the GPU while vLLM generates, and is back for the update (docs/source_en/Instruction/GRPO, "Colocate")."""
+"""Settings that move weights and states off the GPU while vLLM generates, and back for the update
+(docs/source_en/Instruction/GRPO, "Colocate")."""
 OWN = re.compile(
     r"(eval|val|cached|custom|split|shuffle|data|logging|save|hub|swanlab|wandb|sglang|lmdeploy|stream|fourier|galore|lisa|reft"
     r"|lora_ga|adalora|boft|vera|llamapro|metric|report|train_dataloader|template|agent|max_new|infer|merge)_?\w*|acc_strategy|norm_bbox"
@@ -220,7 +221,7 @@ def _training(settings: Settings, pasted: Pasted, num_gpus: int, launcher: Launc
     if steps is None:
         steps = -(-16 // (batch * num_gpus))
         notes.assumptions.append(
-            f"gradient_accumulation_steps is not given; ms-swift takes {steps}, for 16 samples in all."
+            f"gradient_accumulation_steps is not given; ms-swift computes {steps}, for 16 samples in all."
         )
     training: dict[str, Any] = {
         "per_device_train_batch_size": batch,
@@ -267,8 +268,8 @@ def _length(settings: Settings) -> int:
     length = settings.integer("max_length")
     if length is None and settings.raw("max_completion_length") is None:
         settings.notes.warnings.append(
-            "max_length is not given, which ms-swift takes to be the longest that the model can; 2048 tokens are "
-            "assumed. Give that of the longest sample: --sequence-length.",
+            "max_length is not given; ms-swift then only cuts samples at the model's maximum. 2048 tokens are assumed. "
+            "Give the length of the longest sample: --sequence-length.",
             "sequence_length",
             "more",
         )

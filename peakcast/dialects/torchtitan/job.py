@@ -164,7 +164,8 @@ def _converts(settings: Settings) -> bool:
 
 
 def _precision(settings: Settings) -> Precision:
-    """float32 weights, gradients and states; the forward runs in `mixed_precision_param` (FSDP's policy, or autocast)."""
+    """float32 weights, gradients and states; the forward runs in `mixed_precision_param` (by FSDP's policy, or by
+    autocast)."""
     compute = settings.one_of(MIXED, "bfloat16", ("bfloat16", "float32"))
     weights: Dtype = (
         "bfloat16" if settings.one_of("training.dtype", "float32", ("float32", "bfloat16")) == "bfloat16" else "float32"

@@ -76,7 +76,7 @@ def _shard_degree(settings: Settings, pasted: Pasted, others: int) -> int:
                 value=pasted.num_gpus,
             )
         return shard
-    num_gpus = pasted.gpus(settings.notes, others, " (data_parallel_shard_degree=-1 takes all there are)")
+    num_gpus = pasted.gpus(settings.notes, others, " (data_parallel_shard_degree=-1 uses all GPUs)")
     if num_gpus % others:
         raise SpecError(
             f"num_gpus={num_gpus} is not a multiple of the {others} ranks of the other degrees; use a multiple.",

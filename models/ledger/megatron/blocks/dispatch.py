@@ -230,13 +230,13 @@ class Dispatch:
 
     def _unpermute(self, output: Tensor, tokens: int) -> Tensor:
         """Add every row to its token; the indices are those of the permutation. `index_add_` saves the rows."""
-        kept = self.experts.keeps_expert_output
+        saves_output = self.experts.keeps_expert_output
         return self.tape.operation(
             "combine.unpermute",
             [output],
             tokens * self.width,
-            saves=[output] if kept else [],
-            forward_temporary_bytes=tokens * self.width if kept else 0,  # zeros are made twice
+            saves=[output] if saves_output else [],
+            forward_temporary_bytes=tokens * self.width if saves_output else 0,  # zeros are made twice
         )
 
     def _reduce_scatter(self, x: Tensor, rows: int, kept_rows: int) -> Tensor:
@@ -261,8 +261,8 @@ class Dispatch:
         if self._in_order:
             return x
         padded = self.experts.capacity_factor and self.experts.pad_to_capacity
-        kept = [self.rows * INT32] if self.experts.permute_fusion and not padded else []
-        return self.tape.operation(name, [x], x.num_bytes, saves=Saved(extra_bytes=kept))
+        saved_bytes = [self.rows * INT32] if self.experts.permute_fusion and not padded else []
+        return self.tape.operation(name, [x], x.num_bytes, saves=Saved(extra_bytes=saved_bytes))
 
 
 def _permutation_bytes(experts: ExpertContext, tokens: int, rows: int, map_elements: int) -> int:
@@ -286,8 +286,8 @@ def held_by_dispatcher(context: MegatronContext, experts: ExpertContext) -> tupl
         arrived = experts.received_tokens(tokens)
         local = arrived * experts.local_experts
         indices = arrived * experts.top_k * INT64
-        kept = _permutation_bytes(experts, arrived, experts.received_rows(tokens), local)
-        return indices + local * BOOL, local * FP32 + kept + tokens * experts.top_k * (INT64 + FP32)
+        permutation_bytes = _permutation_bytes(experts, arrived, experts.received_rows(tokens), local)
+        return indices + local * BOOL, local * FP32 + permutation_bytes + tokens * experts.top_k * (INT64 + FP32)
     elements = tokens * experts.num_experts
-    kept = _permutation_bytes(experts, tokens, experts.sent_rows(tokens), elements)
-    return elements * element, elements * BOOL + kept
+    permutation_bytes = _permutation_bytes(experts, tokens, experts.sent_rows(tokens), elements)
+    return elements * element, elements * BOOL + permutation_bytes

@@ -13,11 +13,11 @@ from peakcast.models.ledger.megatron.blocks.context import LatentContext, Megatr
 from peakcast.models.ledger.megatron.blocks.gradients import weight_gradients
 from peakcast.models.ledger.megatron.blocks.primitives import (
     column_linear,
-    kept_input,
     norm,
     norm_column_linear,
     other_layout_bytes,
     quantized_gradient_bytes,
+    saved_input,
 )
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 
@@ -67,12 +67,12 @@ def _duplicated_linear(tape: Tape, x: Tensor, context: MegatronContext, out_feat
     """A projection that every rank has whole, for the rank's own tokens. Saves its input if its weight
     trains."""
     output = context.stream_rows * out_features * context.element_bytes
-    saves, kept = kept_input(context, x, context.stream_rows * context.hidden)
+    saves, saved_bytes = saved_input(context, x, context.stream_rows * context.hidden)
     base = tape.operation(
         name,
         [x],
         output,
-        saves=Saved(saves, extra_bytes=kept),
+        saves=Saved(saves, extra_bytes=saved_bytes),
         weight_gradients=weight_gradients(context, name, out_features * context.hidden, 0),
         forward_temporary_bytes=other_layout_bytes(context, context.stream_rows * context.hidden),
         backward_temporary_bytes=quantized_gradient_bytes(context, output),

@@ -17,13 +17,13 @@ from peakcast.models.ledger.megatron.blocks.gradients import trained, weight_gra
 from peakcast.models.ledger.megatron.blocks.primitives import (
     column_linear,
     gated_activation,
-    kept_input,
     norm,
     other_layout_bytes,
     quantized_gradient_bytes,
     row_linear,
+    saved_input,
 )
-from peakcast.models.ledger.megatron.blocks.recompute import checkpointed, made_again
+from peakcast.models.ledger.megatron.blocks.recompute import checkpointed, recomputation_cost
 from peakcast.models.ledger.megatron.blocks.router import router
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor, WeightGradient
@@ -88,7 +88,7 @@ def _grouped(
     else:
         activated = _weighted_activation(tape, projected, probabilities, rows, context, experts)
     second = TokenProjection("experts.linear_fc2", experts.ffn, context.hidden, count)
-    output = _expert_linear(tape, activated, rows, second, context, again_bytes=again)
+    output = _expert_linear(tape, activated, rows, second, context, recomputed_bytes=again)
     if experts.grouped:  # `fc1_output` in TEGroupedMLP's forward refers to it (megatron-core 0.16.1 `moe/experts.py`)
         tape.hold(projected)
     return output
@@ -125,27 +125,27 @@ def _expert_linear(
     projection: TokenProjection,
     context: MegatronContext,
     *,
-    again_bytes: int | None = None,
+    recomputed_bytes: int | None = None,
 ) -> Tensor:
-    """x·Wᵀ for experts on their share of `rows`. Saves its input or, with `again_bytes`, has it recomputed in backward,
-    which allocates that many bytes."""
+    """x·Wᵀ for experts on their share of `rows`. Saves its input or, with `recomputed_bytes`, has it recomputed in
+    backward, which allocates that many bytes."""
     name, in_features, out_features, count = projection
     gradients = weight_gradients(context, name, in_features * out_features, 0)
     if context.experts is not None and context.experts.placeholders_anew and not (gradients or context.frozen):
         gradients = [WeightGradient(f"{name}.placeholder", in_features * out_features * context.element_bytes)]
     output = rows * out_features * context.element_bytes
-    saves, kept = kept_input(context, x, rows * in_features)
+    saves, saved_bytes = saved_input(context, x, rows * in_features)
     quantized = quantized_gradient_bytes(context, output)
     if context.weight_gradients.fused:  # placeholders are made after the products and the FP8 input are freed
-        quantized -= min(quantized, sum(kept), count * sum(gradient.num_bytes for gradient in gradients))
+        quantized -= min(quantized, sum(saved_bytes), count * sum(gradient.num_bytes for gradient in gradients))
     base = tape.operation(
         name,
         [x],
         output,
-        saves=Saved(saves if again_bytes is None else [], extra_bytes=kept),
+        saves=Saved(saves if recomputed_bytes is None else [], extra_bytes=saved_bytes),
         weight_gradients=gradients * count,
         forward_temporary_bytes=other_layout_bytes(context, rows * in_features),
-        backward_temporary_bytes=(again_bytes or 0) + quantized,
+        backward_temporary_bytes=(recomputed_bytes or 0) + quantized,
     )
     return add_to_tokens(tape, x, base, context, projection, rows)
 
@@ -160,16 +160,16 @@ def _recomputed_activation(
     def part(inner: Tape, held: Tensor, weights: Tensor) -> Tensor:
         return _weighted_activation(inner, held, weights, rows, context, experts)
 
-    again = made_again(inputs, part)
+    cost = recomputation_cost(inputs, part)
     output = tape.operation(
         "experts.weighted_activation",
         inputs,
         rows * experts.ffn * context.element_bytes,
         saves=inputs,
-        forward_temporary_bytes=again.forward,
-        backward_temporary_bytes=again.backward,
+        forward_temporary_bytes=cost.forward,
+        backward_temporary_bytes=cost.backward,
     )
-    return output, again.reader
+    return output, cost.reader
 
 
 def _weighted_activation(

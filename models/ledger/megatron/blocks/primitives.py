@@ -85,7 +85,7 @@ def norm_column_linear(
         name,
         [x],
         output,
-        saves=Saved([x], extra_bytes=[normed.kept, *norm_statistics(context, context.stream_rows)]),
+        saves=Saved([x], extra_bytes=[normed.saved, *norm_statistics(context, context.stream_rows)]),
         weight_gradients=[
             *weight_gradients(context, name, out_features * width, out_features if bias else 0),
             *norm_gradients(context, f"{name}.norm", width),
@@ -98,7 +98,7 @@ def norm_column_linear(
 class _NormedBytes(NamedTuple):
     """Bytes of a norm's output in the projection that includes the norm."""
 
-    kept: int
+    saved: int
     """What autograd saves of it."""
     forward: int
     """Its temporaries in forward."""
@@ -106,7 +106,7 @@ class _NormedBytes(NamedTuple):
 
 
 def _normed(context: MegatronContext, width: int) -> _NormedBytes:
-    """As wide as all activations."""
+    """Of a norm's output in the dtype of all activations."""
     token = width * context.element_bytes
     gathered = context.rows * token if context.groups.sequence_parallel else 0
     # the norm's output is freed before the norm's own backward (`clear_tensor_data`)
@@ -114,7 +114,8 @@ def _normed(context: MegatronContext, width: int) -> _NormedBytes:
 
 
 def _normed_in_fp8(context: MegatronContext, width: int, output_bytes: int) -> _NormedBytes:
-    """Quantised, as the gradient of the projection's output, of `output_bytes`, is in backward."""
+    """Of a norm's output that is quantised to FP8. In backward so is the gradient of the projection's output, which has
+    `output_bytes`."""
     token = width * context.element_bytes
     backward = context.rows * token + quantized_gradient_bytes(context, output_bytes)
     layouts = quantized_bytes(context, context.rows * width)
@@ -138,10 +139,10 @@ def quantized_bytes(context: MegatronContext, elements: int) -> int:
     return elements * FP8 + scales.get(context.fp8_recipe, 0)
 
 
-def kept_input(context: MegatronContext, x: Tensor, elements: int) -> tuple[list[Tensor], list[int]]:
-    """What a projection of Transformer Engine saves of its input `x` of `elements`: ([the tensor itself], []), or in FP8
-    ([], [bytes of a copy in the layout for the weight's gradient]); without a graph it makes no such copy. One whose weight
-    is frozen saves nothing."""
+def saved_input(context: MegatronContext, x: Tensor, elements: int) -> tuple[list[Tensor], list[int]]:
+    """What a projection of Transformer Engine saves of its input `x`, which has `elements`: ([`x` itself], []), or in FP8
+    ([], [bytes of a copy in the layout for the weight's gradient]), a copy that it does not make without a graph. A
+    projection with a frozen weight saves nothing."""
     if context.frozen:
         return [], []
     if not context.fp8_recipe:
@@ -234,11 +235,11 @@ def _column_linear_in_fp8(
     FP8; the gathered input's gradient is reduce-scattered (as in `norm_column_linear`, without the norm). Unless scaling is
     delayed, a shared expert saves the input itself, which the router saves too (megatron-core 0.16.1
     `moe/shared_experts.py`)."""
-    saves, kept = kept_input(context, x, context.stream_rows * width)
+    saves, saved_bytes = saved_input(context, x, context.stream_rows * width)
     backward = quantized_gradient_bytes(context, output)
     if name == "shared_experts.linear_fc1" and context.fp8_recipe != "delayed":
         layouts = 2 if context.fp8_recipe == "tensorwise" else 1
-        saves, kept, backward = [x], [], backward + layouts * quantized_bytes(context, context.stream_rows * width)
+        saves, saved_bytes, backward = [x], [], backward + layouts * quantized_bytes(context, context.stream_rows * width)
     gathered = other_layout_bytes(context, context.stream_rows * width)
     if context.groups.sequence_parallel:
         layouts = quantized_bytes(context, context.rows * width)
@@ -249,7 +250,7 @@ def _column_linear_in_fp8(
         name,
         [x],
         output,
-        saves=Saved(saves, extra_bytes=kept),
+        saves=Saved(saves, extra_bytes=saved_bytes),
         weight_gradients=gradients,
         forward_temporary_bytes=gathered,
         backward_temporary_bytes=backward,

@@ -1,8 +1,8 @@
 """Selective recomputation of a part of a layer: the part runs without a graph, its input is saved, and it is recomputed in
 backward.
 
-Source: megatron-core 0.16.1 `tensor_parallel/random.py` (`CheckpointFunction`). What the part allocates in either pass is
-counted on a tape of its own and becomes the temporaries of one operation.
+Source: megatron-core 0.16.1 `tensor_parallel/random.py` (`CheckpointFunction`). The part's allocations in forward and in
+backward are counted on a tape of their own and become the temporaries of one operation.
 """
 
 from __future__ import annotations
@@ -56,29 +56,31 @@ def checkpointed_together(
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """The cost, in bytes beyond what the tape counts anyway, of a part whose output is recomputed when the backward of its
-    reader begins, and which runs backward after that (megatron-core 0.16.1 `CheckpointWithoutOutput`)."""
+class RecomputationCost:
+    """The temporaries, in bytes, of a part whose output is freed after its reader's forward and recomputed when the
+    reader's backward begins (megatron-core 0.16.1 `CheckpointWithoutOutput`). They come on top of what the tape counts
+    anyway."""
 
     forward: int
-    """In forward, without a graph, besides the output."""
+    """In the part's forward, which runs without a graph; the output is not included."""
     reader: int
-    """In the reader's backward: what the part allocates and saves, its output, and the copy of that to the storage that the
-    reader uses."""
+    """In the reader's backward: the part's temporaries and saved tensors, its output, and the copy of the output into the
+    storage that the reader saved."""
     backward: int
-    """In its own backward, besides the gradients of its inputs."""
+    """In the part's own backward; the gradients of its inputs are not included."""
 
 
-def made_again(inputs: Sequence[Tensor], part: Callable[..., Tensor]) -> Again:
-    """The cost of recomputing `part` of `inputs`. The gradient of its output exists once the reader's backward is done."""
+def recomputation_cost(inputs: Sequence[Tensor], part: Callable[..., Tensor]) -> RecomputationCost:
+    """The cost of recomputing `part` of `inputs`. The gradient of its output exists as soon as the reader's backward is
+    done."""
     template, output = _recorded(part, inputs)
     size = output.num_bytes
     no_graph, with_graph = _lives(template)
-    runs, backward = with_graph[: template.num_forward], with_graph[template.num_forward :] + size
-    kept = int(runs[-1])
-    return Again(
+    recomputing, backward = with_graph[: template.num_forward], with_graph[template.num_forward :] + size
+    after_recomputation = int(recomputing[-1])
+    return RecomputationCost(
         forward=int(no_graph.max()) - size,
-        reader=max(int(runs.max()) - size, kept + size),
+        reader=max(int(recomputing.max()) - size, after_recomputation + size),
         backward=max(0, int(backward.max(initial=0)) - sum(x.num_bytes for x in inputs)),
     )
 

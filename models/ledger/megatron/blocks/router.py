@@ -119,14 +119,15 @@ def _auxiliary_loss(
 ) -> Tensor:
     """Scores of all experts in fp32, saved; the probabilities are passed on (`MoEAuxLossAutoScaler`)."""
     every = context.stream_rows * experts.num_experts
-    kept = [every * FP32] if experts.router.score_function == "softmax" else [every * experts.router.element_bytes] * 2
+    narrow = every * experts.router.element_bytes
+    saved_bytes = [every * FP32] if experts.router.score_function == "softmax" else [narrow] * 2
     if experts.router.fusion:
-        kept = [every * experts.router.element_bytes]
+        saved_bytes = [narrow]
     loss = tape.operation(
         "router.auxiliary_loss",
         [logits],
         FP32,
-        saves=Saved(extra_bytes=[*kept, experts.num_experts * INT64]),
+        saves=Saved(extra_bytes=[*saved_bytes, experts.num_experts * INT64]),
         forward_temporary_bytes=every * (INT32 + BOOL) + context.stream_rows * experts.top_k * (INT64 + FP32),
         backward_temporary_bytes=every * FP32,
     )
