@@ -101,6 +101,10 @@ class Experts:
     """For experts that run one after the other: the rows of the fullest expert, as a multiple of an equal share."""
 
 
+SHIFTED, VIEWED = "shifted", "viewed"
+"""Values of the convention `preference_logits` of trl 0.29 to 1.5 and of 1.6 to 1.13."""
+IN_PASSES = ("whole", SHIFTED, VIEWED)
+"""Values with which the log-softmax of all logits never exists as a whole."""
 SHIFTED_WITH_NLL = "shifted_log_softmax_and_nll"
 """The value of the convention `preference_logits` with which the cross entropy of the chosen sequences is computed too."""
 
