@@ -141,6 +141,8 @@ class LossRules:
     """Whether transformers' label smoother computes the loss from the logits that the network returns."""
     widens_outputs: bool = False
     """Whether accelerate makes the model's outputs fp32 under autocast, after the loss (`convert_outputs_to_fp32`)."""
+    metrics: str = ""
+    """What SFTTrainer computes from whole logits for its logs, as the convention `sft_metrics` says."""
 
     @property
     def shifts_logits(self) -> bool:

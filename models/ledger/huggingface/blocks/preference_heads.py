@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from peakcast.core.units import FP32, INT64
 from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.context import IN_PASSES, SHIFTED, VIEWED, HFContext
-from peakcast.models.ledger.huggingface.blocks.whole_logits import shift_logits
+from peakcast.models.ledger.huggingface.blocks.whole_logits import ENTROPY_CHUNK, shift_logits
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.timelines.timeline import Category
@@ -20,8 +20,6 @@ TOKEN_CHUNK = 4096
 """TOKEN_CHUNK_SIZE of chunked_logprob.py."""
 VOCABULARY_CHUNK = 32768
 """_CHUNKED_LOGPROB_CHUNK_SIZE of trainer/utils.py. A tile has this width even for a smaller vocabulary."""
-ENTROPY_CHUNK = 128
-"""Tokens whose entropy is computed at a time (trl 0.23.1 to 1.14.2 `trainer/utils.py` entropy_from_logits)."""
 STATISTICS = 7
 """fp32 numbers per token in which tiles are accumulated while the head runs forward."""
 
