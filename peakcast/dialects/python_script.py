@@ -18,6 +18,7 @@ from peakcast.dialects.common.asked_versions import AskedVersions
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation
 from peakcast.dialects.huggingface.dtypes import FROM_PRETRAINED
+from peakcast.dialects.huggingface.evaluation import note_kept_logits
 from peakcast.dialects.huggingface.post_training import with_own_reference
 from peakcast.dialects.huggingface.trainer import PARTS, from_parts
 from peakcast.dialects.huggingface.trl_adapters import prepared_for_kbit_training, without_cache
@@ -99,6 +100,8 @@ def values_of(calls: Sequence[FunctionCall], source: str) -> dict[str, Any]:
     asked = prepared.keywords.get("use_gradient_checkpointing", True) is True
     names["checkpoints"] = asked or "gradient_checkpointing_enable" in last
     names["reference"] = _reference(trainer)
+    metrics = trainer.keywords.get("compute_metrics") is not None
+    names["keeps_logits"] = metrics and trainer.keywords.get("preprocess_logits_for_metrics") is None
     names["cut_at"], names["targets_cut_at"] = _longest_texts(calls)
     names["loads_first"] = bool(loaders) and calls.index(loader) < calls.index(chosen)
     return {ROLE: {**names, "not_given": lost, "versions": versions, "standby": sleeps}, **plain}
@@ -184,6 +187,8 @@ def from_python_script(pasted: Pasted) -> Translation:
         job = _widened(job, notes)
     if about.get("without_cache"):
         job = without_cache(job)
+    if about.get("keeps_logits"):
+        note_kept_logits(job, training, notes)
     if about.get("loads_first"):
         job = _partitioned_later(job, notes)
     settings.note_left(_MODEL)
