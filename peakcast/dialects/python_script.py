@@ -42,6 +42,8 @@ TRAINERS = {
     "CPOTrainer": "cpo", "GRPOTrainer": "grpo", "RewardTrainer": "reward", "RLOOTrainer": "rloo", "TPOTrainer": "tpo",
     "BCOTrainer": "bco", "GMPOTrainer": "gmpo", "Trainer": "", "Seq2SeqTrainer": "",
 }  # fmt: skip
+TRAINERS |= {name.replace("Config", "Trainer"): method for name, method in CONFIGS.items() if name.endswith("Config")}
+"""Classes of trainers -> the same; also those whose training is refused, which says what it holds once it has the model."""
 LOADERS = re.compile(r"(Auto(Peft)?Model\w*|Fast\w*Model|\w+For[A-Z]\w+)\.from_pretrained")
 ADAPTERS = re.compile(r"LoraConfig|(Fast\w*Model\.)get_peft_model")
 VERSION = re.compile(r"\b(transformers|trl|peft|accelerate|torch|unsloth|bitsandbytes)\s*==\s*(\d+(?:\.\d+)+)")

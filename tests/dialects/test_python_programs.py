@@ -348,3 +348,17 @@ def test_metrics_of_whole_logits_keep_those_of_all_batches(more, trainer, says):
     found = [one.sentence for one in translation_of(text).findings if one.parameter == "eval_accumulation_steps"]
     assert bool(found) is bool(says)
     assert all(says in sentence for sentence in found)
+
+
+@pytest.mark.parametrize("name", ["GKD", "GOLD", "OnlineDPO", "NashMD", "PPO", "SDFT"])
+def test_a_trainer_that_is_refused_says_what_it_holds(name):
+    """Not that its model is missing, which it names."""
+    text = f"""
+from trl import {name}Config, {name}Trainer
+
+args = {name}Config(per_device_train_batch_size=4)
+trainer = {name}Trainer(model="Qwen/Qwen2.5-0.5B", args=args, train_dataset=train)
+trainer.train()
+"""
+    with pytest.raises(SpecError, match="holds more than one training step's tensors"):
+        translation_of(text)
