@@ -16,6 +16,8 @@ EVALUATION = {key: key for key in ("eval_strategy", "evaluation_strategy", "per_
 STRATEGIES = ("no", "steps", "epoch")
 USUAL_BATCH = 8
 """transformers 5.17 training_args.py: per_device_eval_batch_size."""
+LIGERS_LOSS = ("use_liger_kernel", "use_liger", "liger_loss")
+"""Arguments that ask for Liger's fused loss; the last one is what readers of other projects put in its place."""
 LOGIT_BYTES = 10
 """Of each logit when a batch's loss is computed: in bf16, in fp32, and the fp32 log-softmax (5.17 loss/loss_utils.py)."""
 
@@ -25,10 +27,11 @@ def note_evaluation(job: TrainingJob, training: Settings, notes: Notes) -> None:
     key = "eval_strategy" if training.given("eval_strategy") else "evaluation_strategy"
     strategy = strategy_of(training, key)
     sequences = training.integer("per_device_eval_batch_size", USUAL_BATCH) or USUAL_BATCH
+    ligers = {name for name in LIGERS_LOSS if training.switch(name)}
     if strategy == "no":
         return
     name, size = training.spell("per_device_eval_batch_size"), _logits_bytes(job, sequences)
-    if _fuses_in_training_alone(job) and size > _least_of_training(job):
+    if ligers and _fuses_in_training_alone(job) and size > _least_of_training(job):
         notes.unsupported.append(
             f"Evaluation ({key}={strategy}) is not counted, and Liger's loss makes whole logits there (it fuses lm_head "
             f"and loss in training mode alone): those of {name}={sequences} take {size / GIB:.1f} GiB beside weights and "
@@ -79,11 +82,11 @@ def _logits_bytes(job: TrainingJob, sequences: int) -> int:
 
 
 def _fuses_in_training_alone(job: TrainingJob) -> bool:
-    """Whether training runs Liger's fused loss and an evaluation does not (liger_kernel 0.8.5 transformers/model/llama.py:
-    `skip_logits = self.training and ...`; trl since 0.29 asks for it, trainer/sft_trainer.py compute_loss)."""
-    chosen = conventions(job).get("loss_kernel", "eager")
+    """Whether training with Liger's fused loss evaluates without it (liger_kernel 0.8.5 transformers/model/llama.py:
+    `skip_logits = self.training and ...`; trl since 0.29 asks for it, trainer/sft_trainer.py compute_loss). Cut cross
+    entropy, which is counted as Liger's, fuses in both."""
     asks = release(resolved(job.versions).get("trl", "")) >= (0, 29)
-    return job.loss.fused_linear_cross_entropy and chosen in ("eager", "fused_linear") and not asks
+    return job.loss.fused_linear_cross_entropy and not asks
 
 
 def _least_of_training(job: TrainingJob) -> int:
