@@ -30,6 +30,7 @@ from peakcast.collectors.published.peft_method_comparison import read_peft_metho
 from peakcast.collectors.published.simumax_b200 import read_simumax_b200
 from peakcast.collectors.published.swift_benchmark import read_swift_benchmark
 from peakcast.collectors.published.torchao_optimizers import read_torchao_optimizers
+from peakcast.collectors.published.torchtitan_benchmarks import read_torchtitan_benchmarks
 from peakcast.collectors.published.torchtitan_log import read_torchtitan_log
 from peakcast.collectors.published.torchtune_readme import read_torchtune_readme
 from peakcast.collectors.published.transformers_page import read_transformers_page
@@ -55,6 +56,7 @@ READERS: dict[str, Callable[[Path], list[Measurement]]] = {
     "simumax_b200.jsonl": read_simumax_b200,
     "swift_benchmark.jsonl": read_swift_benchmark,
     "torchao_optimizers.jsonl": read_torchao_optimizers,
+    "torchtitan_benchmarks.jsonl": read_torchtitan_benchmarks,
     "torchtitan_log.jsonl": read_torchtitan_log,
     "torchtune_readme.jsonl": read_torchtune_readme,
     "transformers_page.jsonl": read_transformers_page,

@@ -18,6 +18,7 @@ from peakcast.dialects.common.asked_versions import AskedVersions
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation
 from peakcast.dialects.huggingface.dtypes import FROM_PRETRAINED
+from peakcast.dialects.huggingface.evaluation import note_kept_logits
 from peakcast.dialects.huggingface.post_training import with_own_reference
 from peakcast.dialects.huggingface.trainer import PARTS, from_parts
 from peakcast.dialects.huggingface.trl_adapters import prepared_for_kbit_training, without_cache
@@ -41,6 +42,8 @@ TRAINERS = {
     "CPOTrainer": "cpo", "GRPOTrainer": "grpo", "RewardTrainer": "reward", "RLOOTrainer": "rloo", "TPOTrainer": "tpo",
     "BCOTrainer": "bco", "GMPOTrainer": "gmpo", "Trainer": "", "Seq2SeqTrainer": "",
 }  # fmt: skip
+TRAINERS |= {name.replace("Config", "Trainer"): method for name, method in CONFIGS.items() if name.endswith("Config")}
+"""Classes of trainers -> the same; also those whose training is refused, which says what it holds once it has the model."""
 LOADERS = re.compile(r"(Auto(Peft)?Model\w*|Fast\w*Model|\w+For[A-Z]\w+)\.from_pretrained")
 ADAPTERS = re.compile(r"LoraConfig|(Fast\w*Model\.)get_peft_model")
 VERSION = re.compile(r"\b(transformers|trl|peft|accelerate|torch|unsloth|bitsandbytes)\s*==\s*(\d+(?:\.\d+)+)")
@@ -99,6 +102,8 @@ def values_of(calls: Sequence[FunctionCall], source: str) -> dict[str, Any]:
     asked = prepared.keywords.get("use_gradient_checkpointing", True) is True
     names["checkpoints"] = asked or "gradient_checkpointing_enable" in last
     names["reference"] = _reference(trainer)
+    metrics = trainer.keywords.get("compute_metrics") is not None
+    names["keeps_logits"] = metrics and trainer.keywords.get("preprocess_logits_for_metrics") is None
     names["cut_at"], names["targets_cut_at"] = _longest_texts(calls)
     names["loads_first"] = bool(loaders) and calls.index(loader) < calls.index(chosen)
     return {ROLE: {**names, "not_given": lost, "versions": versions, "standby": sleeps}, **plain}
@@ -185,6 +190,8 @@ def from_python_script(pasted: Pasted) -> Translation:
         job = _widened(job, notes)
     if about.get("without_cache"):
         job = without_cache(job)
+    if about.get("keeps_logits"):
+        note_kept_logits(job, training, notes)
     if about.get("loads_first"):
         job = _partitioned_later(job, notes)
     settings.note_left(_MODEL)

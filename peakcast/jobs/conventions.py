@@ -302,4 +302,7 @@ def makes_whole_logits(job: TrainingJob) -> bool:
 def token_scores(job: TrainingJob) -> str:
     """How preference training takes the log-probability of each token (the convention `preference_logits`); "" if the loss
     is another one."""
-    return str(conventions(job).get("preference_logits", "")) if job.loss.kind in REFERRING else ""
+    if job.loss.kind not in REFERRING:
+        return ""
+    asked = str(conventions(job).get("preference_logits", ""))
+    return "whole" if job.loss.kind != "dpo" and asked in ("shifted", "viewed") else asked  # of DPOTrainer alone

@@ -17,6 +17,7 @@ from peakcast.collectors.published.litgpt_resources import read_litgpt_resources
 from peakcast.collectors.published.megatron_logs import read_megatron_logs
 from peakcast.collectors.published.swift_benchmark import read_swift_benchmark
 from peakcast.collectors.published.torchao_optimizers import read_torchao_optimizers
+from peakcast.collectors.published.torchtitan_benchmarks import read_torchtitan_benchmarks
 from peakcast.collectors.published.torchtitan_log import DAYS, read_torchtitan_log
 from peakcast.collectors.published.torchtune_readme import read_torchtune_readme
 from peakcast.collectors.published.transformers_page import read_transformers_page
@@ -30,6 +31,7 @@ from peakcast.timelines.timeline import Phase
 
 SOURCES = datasets_folder() / "published" / "sources"
 READ = {
+    "torchtitan_benchmarks": (read_torchtitan_benchmarks, {"H100-80GB": 18, "H200": 2}),
     "torchtitan_log": (read_torchtitan_log, {"H100-80GB": 27, "A100-80GB": 4, "B200": 4, "GB300": 3}),
     "liger_examples": (read_liger_examples, {"A100-80GB": 25}),
     "lightning_thunder": (read_lightning_thunder, {"H100-80GB": 29}),

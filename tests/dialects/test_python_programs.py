@@ -322,3 +322,43 @@ def test_a_reference_that_the_trainer_gets_is_a_network_of_its_own_beside_adapte
     found = translation_of(text.replace(", max_seq_length=512, packing=False", ""))
     assert found.job.reference == reference
     assert any("ref_model=load" in said for said in found.assumptions) == (reference == "model")
+
+
+_EVALUATED = """
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B")
+args = TrainingArguments(per_device_train_batch_size=4, per_device_eval_batch_size=2, eval_strategy="steps", MORE)
+trainer = Trainer(model=model, args=args, train_dataset=train, eval_dataset=held_out, TRAINER)
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "trainer", "says"),
+    [
+        ("", "compute_metrics=accuracy", "until the evaluation has ended"),
+        ("eval_accumulation_steps=4", "compute_metrics=accuracy", "until 4 batches of them are moved"),
+        ("", "compute_metrics=accuracy, preprocess_logits_for_metrics=largest", ""),
+        ("", "", ""),
+    ],
+)
+def test_metrics_of_whole_logits_keep_those_of_all_batches(more, trainer, says):
+    text = _EVALUATED.replace("MORE", more).replace("TRAINER", trainer)
+    found = [one.sentence for one in translation_of(text).findings if one.parameter == "eval_accumulation_steps"]
+    assert bool(found) is bool(says)
+    assert all(says in sentence for sentence in found)
+
+
+@pytest.mark.parametrize("name", ["GKD", "GOLD", "OnlineDPO", "NashMD", "PPO", "SDFT"])
+def test_a_trainer_that_is_refused_says_what_it_holds(name):
+    """Not that its model is missing, which it names."""
+    text = f"""
+from trl import {name}Config, {name}Trainer
+
+args = {name}Config(per_device_train_batch_size=4)
+trainer = {name}Trainer(model="Qwen/Qwen2.5-0.5B", args=args, train_dataset=train)
+trainer.train()
+"""
+    with pytest.raises(SpecError, match="holds more than one training step's tensors"):
+        translation_of(text)

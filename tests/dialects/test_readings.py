@@ -103,8 +103,13 @@ def test_what_both_readings_agree_on_needs_no_second() -> None:
     same = {"gradient_checkpointing": True, "bf16": True, "torch_dtype": "bfloat16"}
     (other,) = read("train.py", dataset_name="x", **same).others
     assert other.job.framework_options["loss_kernel"] == "tiles"  # from trl 1.15 on they differ in the loss
-    options = ReadOptions(versions=AskedVersions(FrozenMapping({"trl": "1.5.1", "transformers": "5.17.0"})))
-    assert translation_of({**PLAIN, "dataset_name": "x", **same}, options).others == ()
+
+    def others(trl: str) -> tuple[AlternativeReading, ...]:
+        options = ReadOptions(versions=AskedVersions(FrozenMapping({"trl": trl, "transformers": "5.17.0"})))
+        return translation_of({**PLAIN, "dataset_name": "x", **same}, options).others
+
+    assert [other.job.framework_options["sft_metrics"] for other in others("1.5.1")] == ["entropy_of_a_copy"]
+    assert others("0.14.0") == ()
 
 
 @pytest.mark.parametrize(("program", "dtype"), [("sft.py", "float32"), ("trl dpo", "float32"), ("train.py", "bfloat16")])

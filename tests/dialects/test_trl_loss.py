@@ -2,6 +2,8 @@
 
 import pytest
 
+from peakcast.core.fields import FrozenMapping
+from peakcast.dialects.common.asked_versions import AskedVersions
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.huggingface import trl_loss
 from peakcast.dialects.huggingface.trainer import from_trl
@@ -12,8 +14,8 @@ GIVEN = {"max_length": 1024, "per_device_train_batch_size": 2, "dtype": "bfloat1
 GIVEN |= {"gradient_checkpointing": False}
 
 
-def _read(model, **given):
-    return from_trl(Pasted(values={**GIVEN, **given}, model=model))
+def _read(model, versions=None, **given):
+    return from_trl(Pasted(values={**GIVEN, **given}, model=model, versions=AskedVersions(FrozenMapping(versions or {}))))
 
 
 def test_the_ledger_counts_the_head_of_its_own_families():
@@ -34,3 +36,28 @@ def test_without_trl_it_is_said_that_a_run_needs_less(monkeypatch):
     monkeypatch.setattr(trl_loss, "find_spec", lambda name: None)
     [found] = [one for one in _read(RECORDED).findings if one.parameter == "loss_type"]
     assert found.direction == "less"
+
+
+@pytest.mark.parametrize(
+    ("trl", "metrics"),
+    [
+        ("0.14.0", None),
+        ("0.21.0", "accuracy"),
+        ("0.22.2", "entropy_of_sequences"),
+        ("1.2.0", "entropy"),
+        ("1.5.1", "entropy_of_a_copy"),
+        ("1.16.0", None),
+    ],
+)
+def test_what_each_release_computes_for_its_logs(trl, metrics):
+    versions = {"trl": trl, "transformers": "5.17.0" if trl > "1" else "4.57.0"}
+    assert _read("llama-3.2-1b", versions).job.framework_options.get("sft_metrics") == metrics
+    assert "sft_metrics" not in _read("llama-3.2-1b", versions, use_liger_kernel=True).job.framework_options
+
+
+def test_recordings_have_no_such_metrics_and_say_so():
+    versions = {"trl": "1.5.1", "transformers": "5.17.0"}
+    read = _read(RECORDED, versions, dtype="float32", bf16=True)
+    assert "sft_metrics" not in read.job.framework_options
+    [found] = [one for one in read.findings if one.parameter == "versions.trl"]
+    assert found.direction == "more"

@@ -223,6 +223,7 @@ def _loss(job: TrainingJob, convention: Mapping[str, Any]) -> LossRules:
         completion=job.loss.completion_length or 0,
         smooths_labels=bool(convention.get("smooths_labels")),
         widens_outputs=bool(convention.get("trainer")),
+        metrics=str(convention.get("sft_metrics", "")) if job.loss.kind == "cross_entropy" else "",
     )
 
 

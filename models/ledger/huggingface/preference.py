@@ -25,6 +25,7 @@ from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variab
 from peakcast.models.ledger.huggingface.blocks.head import head
 from peakcast.models.ledger.huggingface.blocks.preference_heads import (
     scored_rows,
+    variables_bytes,
     vocabulary_part_bytes,
     widened_bytes,
 )
@@ -88,6 +89,9 @@ def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start
         timeline.phases[begin:] = bytes((Phase.LOSS,)) * (timeline.now - begin)  # gathering its weights included
     if policy.loss.shifts_logits:  # a variable refers to the policy's logits until backward
         timeline.hold("logits", Category.LOGITS, widened_bytes(policy), born, timeline.now)
+    held = variables_bytes(policy)
+    if held:  # as the policy's and the reference's outputs do, both until the loss is returned
+        timeline.hold("outputs.logits", Category.LOGITS, held, born, timeline.now, "head")
     if policy.loss.token_scores == SHIFTED_WITH_NLL:  # and another to a loss of the chosen half, with its log-softmax
         timeline.hold("nll_loss.log_softmax", Category.LOGITS, widened_bytes(policy) // 2, born, timeline.now)
     scored = scored_rows(policy) if scores_tokens(job) else 0

@@ -86,6 +86,9 @@ _TENSOR_PARALLEL = Section("tensor parallelism", when=job.tensor_parallel, rows=
             "tensor parallelism of {architecture.model_type!r} under framework={framework!r} is not modelled: that of "
             "layers like Llama's is, and with framework='huggingface' that of {tensor_parallel_families}."),
     unknown(_SIZE, ~(job.huggingface | job.plain_torch), "tensor parallelism is not modelled for framework={framework!r}."),
+    unknown(_SIZE, job.huggingface & trait("traces.tensor_parallel") & (job.loops_over_experts | job.adapts_experts),
+            "tensor parallelism of experts was compared with traces of grouped products whose matrices have no adapters, "
+            "of transformers 5.17, only."),
     unknown(_SIZE, ~job.huggingface & ~job.trains, "tensor parallelism under torch is modelled in training only."),
     Section(
         "tensor parallelism", when=job.adapts & job.plain_torch,

@@ -255,7 +255,7 @@ def _optimizer_and_loss(settings: Settings, training: dict[str, Any]) -> None:
     if all(settings.switch(key) for key in keys.LIGER):
         training["liger_kernels"] = True
     if settings.switch("liger_fused_linear_cross_entropy"):
-        training["fused_linear_cross_entropy"] = True
+        training |= {"fused_linear_cross_entropy": True, "liger_loss": True}
     plugged = any("CutCrossEntropyPlugin" in name for name in settings.words("plugins"))
     if settings.switch("cut_cross_entropy", plugged):  # integrations/cut_cross_entropy/args.py
         training["fused_linear_cross_entropy"] = True

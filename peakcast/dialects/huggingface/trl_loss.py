@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from peakcast.core.fields import FrozenMapping
-from peakcast.core.versions import resolved
+from peakcast.core.versions import release, resolved
 from peakcast.dialects.common.translation import Notes
 from peakcast.dialects.huggingface.trl_defaults import Default, has_default
 from peakcast.jobs.spec import TrainingJob
@@ -19,6 +19,18 @@ from peakcast.jobs.spec import TrainingJob
 TILES = Default("tiles", (1, 15), (4, 56))
 CHUNKS = Default("chunked_nll", (1, 6), (4, 56))
 """From 1.6 to 1.14, unless Liger's kernels are asked for."""
+METRICS = (
+    ((1, 6), "entropy_of_a_view"),
+    ((1, 3), "entropy_of_a_copy"),
+    ((0, 23), "entropy"),
+    ((0, 22), "entropy_of_sequences"),
+    ((0, 15), "accuracy"),
+)
+"""The first release of trl that computes these for its logs from whole logits: the convention `sft_metrics` (trl 0.14.0,
+0.15.2, 0.21.0, 0.22.2, 0.23.1, 1.2.0, 1.3.0, 1.5.1, 1.6.0 and 1.14.2)."""
+
+LARGE = ("entropy_of_a_copy", "entropy_of_sequences")
+"""Those that need more than backward does, under autocast."""
 
 
 def with_sft_loss(job: TrainingJob, options: Mapping[str, Any], notes: Notes) -> TrainingJob:
@@ -30,6 +42,15 @@ def with_sft_loss(job: TrainingJob, options: Mapping[str, Any], notes: Notes) ->
             "loss_type",
             "less",
         )
+        return job
+    if "sft_metrics" in options and job.architecture.configuration:  # recordings run the Trainer's own compute_loss
+        if options["sft_metrics"] in LARGE and job.framework_options.get("autocast"):
+            notes.unsupported.append(
+                "What this release of SFTTrainer copies of the logits for its logs (entropy, accuracy) is not counted for "
+                "networks that recipes answer; trl 1.16 does without.",
+                "versions.trl",
+                "more",
+            )
         return job
     if options and "trl" not in resolved(job.versions):
         notes.warnings.append(
@@ -69,6 +90,10 @@ def take_sft_loss(training: dict[str, Any], method: str, versions: Mapping[str, 
             "loss_type",
             "less",
         )
-    elif kind is not None:
+        return {}
+    if kind is not None:
         notes.ignored.append("loss_type")
-    return {}
+    if training.get("use_liger_kernel") or "trl" not in resolved(versions):  # Liger's loss returns no logits
+        return {}
+    now = release(resolved(versions)["trl"])
+    return next(({"sft_metrics": name} for since, name in METRICS if now >= since), {})

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from peakcast.core.fields import FrozenMapping
+from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import Batch, Finetuning, Parallelism, TrainingJob
 from peakcast.models.baseline.ledger import ledger
@@ -181,3 +182,37 @@ def test_more_ranks_never_raise_a_phase():
 def test_what_is_not_modelled_is_named(changed, words):
     assert out_of_scope(job()) == ""
     assert words in out_of_scope(job(**changed))
+
+
+MIXTURE = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {
+    "qwen3_moe": {"head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "traced"), [("qwen3_moe", 153963520), ("mixtral", 167433000), ("olmoe", 226317800)]
+)
+def test_each_rank_computes_its_part_of_every_expert(family, traced):
+    """`moe_tp_experts` of transformers 5.17: the rows between the two products are a rank's part of them. The peaks of
+    traces."""
+    narrow = dict.fromkeys(("parameters", "compute", "gradients", "optimizer_states"), "bfloat16")
+    asked = job_from_mapping(
+        {
+            "architecture": {"model_type": family, **MIXTURE, **EXPERTS[family]},
+            "framework": "huggingface",
+            "micro_batch_size": 4,
+            "sequence_length": 512,
+            "precision": {**narrow, "main_parameters": None},
+            "parallelism": {"tensor_parallel_size": 2},
+        }
+    )
+    assert ledger(asked).peak().num_bytes == pytest.approx(traced, rel=0.001)
+    assert "not modelled" not in out_of_scope(asked)
+    looped = replace(asked, framework_options=FrozenMapping({"experts_implementation": "loop"}))
+    assert "grouped products" in out_of_scope(looped)

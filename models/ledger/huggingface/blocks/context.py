@@ -101,6 +101,10 @@ class Experts:
     """For experts that run one after the other: the rows of the fullest expert, as a multiple of an equal share."""
 
 
+SHIFTED, VIEWED = "shifted", "viewed"
+"""Values of the convention `preference_logits` of trl 0.29 to 1.5 and of 1.6 to 1.13."""
+IN_PASSES = ("whole", SHIFTED, VIEWED)
+"""Values with which the log-softmax of all logits never exists as a whole."""
 SHIFTED_WITH_NLL = "shifted_log_softmax_and_nll"
 """The value of the convention `preference_logits` with which the cross entropy of the chosen sequences is computed too."""
 
@@ -137,6 +141,8 @@ class LossRules:
     """Whether transformers' label smoother computes the loss from the logits that the network returns."""
     widens_outputs: bool = False
     """Whether accelerate makes the model's outputs fp32 under autocast, after the loss (`convert_outputs_to_fp32`)."""
+    metrics: str = ""
+    """What SFTTrainer computes from whole logits for its logs, as the convention `sft_metrics` says."""
 
     @property
     def shifts_logits(self) -> bool:

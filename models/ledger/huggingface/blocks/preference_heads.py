@@ -1,4 +1,4 @@
-"""The heads of preference training in TRL's trainers: log-probabilities of tokens, without whole logits.
+"""The heads of preference training in TRL's trainers: log-probabilities of tokens, with and without whole logits.
 
 Source: trl 1.16.0 `trainer/utils.py` add_fused_lm_head, `kernels/chunked_logprob.py` ChunkedLogProbFunction; the same since
 1.15.0. Positions of the prompt are not scored (`completion_mask`); without `loss.completion_length` a prompt is empty.
@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from peakcast.core.units import FP32, INT64
 from peakcast.jobs.architecture import Architecture
-from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.huggingface.blocks.context import IN_PASSES, SHIFTED, VIEWED, HFContext
+from peakcast.models.ledger.huggingface.blocks.whole_logits import ENTROPY_CHUNK, shift_logits
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.timelines.timeline import Category
@@ -53,21 +54,37 @@ def whole_log_probabilities(tape: Tape, logits: Tensor, context: HFContext) -> N
     """Append what reads whole `logits` and keeps the log-probability of each token. Under autocast accelerate widens them
     first (convert_outputs_to_fp32)."""
     wide = widened_bytes(context)
-    softmax = context.loss.token_scores != "whole"
+    softmax = context.loss.token_scores not in IN_PASSES
     if logits.num_bytes < wide and (softmax or context.precision.autocast):
         logits = tape.operation("logits.to_float32", [logits], Output(wide, category=Category.LOGITS))
     with tape.marked(Mark.LOG_PROBABILITIES):
         if softmax:
             _whole_softmax(tape, logits, context)
-        elif logits.num_bytes == wide:
-            _logarithms_of_sums(tape, logits, context)
+            return
+        scored = shift_logits(tape, logits, context) if context.loss.token_scores == SHIFTED else logits
+        if logits.num_bytes == wide:
+            _logarithms_of_sums(tape, scored, context)
         else:
-            _softmax_of_sequences(tape, logits, context)
+            _softmax_of_sequences(tape, scored, context)
+        _metrics(tape, [logits, scored], context)
 
 
 def widened_bytes(context: HFContext) -> int:
     """Bytes of all logits in fp32."""
     return context.rows * context.group.part(context.architecture.vocab_size) * FP32
+
+
+def variables_bytes(context: HFContext) -> int:
+    """Bytes of the policy's logits that variables of the trainer's loss refer to while the reference runs, beyond what the
+    graph saves: before 0.29 they were another function's."""
+    how, part = context.loss.token_scores, context.group.part(context.architecture.vocab_size)
+    if how not in (SHIFTED, VIEWED):
+        return 0
+    if context.precision.autocast or context.precision.compute_bytes == FP32:  # the graph saves what the scores are of
+        return widened_bytes(context) if how == SHIFTED and context.batch > 1 else 0
+    of_all = context.rows * part * context.precision.compute_bytes
+    copy = of_all // context.sequence * (context.sequence - 1)
+    return of_all + (copy if how == SHIFTED and context.batch > 1 else 0)
 
 
 def _whole_softmax(tape: Tape, logits: Tensor, context: HFContext) -> None:
@@ -99,11 +116,31 @@ def _logarithms_of_sums(tape: Tape, logits: Tensor, context: HFContext) -> None:
 
 
 def _softmax_of_sequences(tape: Tape, logits: Tensor, context: HFContext) -> None:
-    """Each sequence's log-softmax, and its tokens': as above in 16 bits, in which sums of exponentials are too coarse."""
-    kept = Saved(extra_bytes=[logits.num_bytes, context.rows * INT64])
-    tape.operation(
-        "log_probabilities", [logits], context.rows * FP32, saves=kept, backward_temporary_bytes=logits.num_bytes
-    )
+    """Each sequence's log-softmax, and its tokens': as above in 16 bits, in which sums of exponentials are too coarse.
+    Without a graph each is freed before the next but one; backward frees each as it makes its gradient."""
+    count = context.batch
+    parts = []
+    for sequence in tape.split(logits, [logits.num_bytes // count] * count, "log_probabilities.unbind"):
+        kept = Saved(extra_bytes=[sequence.num_bytes, context.sequence * INT64])
+        parts.append(tape.operation("log_probabilities.gather", [sequence], context.sequence * FP32, saves=kept))
+    tape.operation("log_probabilities", parts, context.rows * FP32)
+
+
+def _metrics(tape: Tape, variables: list[Tensor], context: HFContext) -> None:
+    """What a DPOTrainer computes for its logs while `variables` still refer to whole logits: the mean logit of each half's
+    completions, of which indexing by a mask makes a copy, and from 0.29 on the entropy in chunks of 128 tokens, for which
+    reshaping copies the logits if they are a view without each sequence's last token (trl 0.24.0, 0.29.1, 1.5.1, 1.13.0
+    `trainer/dpo_trainer.py` concatenated_forward and _compute_loss, `trainer/utils.py` entropy_from_logits). The trainer
+    does this once, after the reference's forward; adding it to both heads gives the same peak."""
+    logits, how = variables[-1], context.loss.token_scores
+    row = logits.num_bytes // context.rows
+    chunk = 3 * min(ENTROPY_CHUNK, context.rows) * row  # the log-softmax, its exponentials, and their product
+    copied = logits.num_bytes if how == VIEWED and context.batch > 1 else 0
+    entropy = chunk + copied if how in (SHIFTED, VIEWED) else 0
+    passing = max(entropy, scored_rows(context) // 2 * row)
+    tape.operation("metrics", [logits], 0, gradients=[], forward_temporary_bytes=passing)
+    for tensor in variables:
+        tape.hold(tensor)
 
 
 def scored_rows(context: HFContext) -> int:

@@ -58,7 +58,7 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     """Rows sorted by expert, two grouped matrix products, then rows multiplied by their weights, restored to their order
     and summed over each token's experts."""
     context, tape = build.context, build.tape
-    width, inner = context.architecture.hidden_size, moe.moe_intermediate_size
+    width, inner = context.architecture.hidden_size, context.group.part(moe.moe_intermediate_size)
     pairs, element = context.rows * moe.num_experts_per_tok, context.precision.weight_bytes
     adapted = expert_adapters.registered(build)
     rows = _sorted_by_expert(build, x, weights, moe)
