@@ -68,8 +68,7 @@ class Turns:
         self.spans: list[Span] = []
         self.first = FirstRuns(float8=bool(share.context.fp8_recipe))
         self.deferred: dict[int, int] = {}
-        """By the number of their backward's span: how many micro-batches' output-layer weight gradients wait for the
-        end."""
+        """By the number of their backward's span: micro-batches whose output layer's weight gradients wait for the end."""
         self.is_first_backward = False
         self.recomputed: dict[int, list[tuple[int, int]]] = {}
         """By checkpointed layer, (begin, end) of each recomputation and backward of its group."""
