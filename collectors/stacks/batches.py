@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from peakcast.core.errors import CollectorError
+from peakcast.jobs.audio import hears, sound_shape
 from peakcast.jobs.conventions import conventions
+from peakcast.jobs.images import compares_images, pixels_of_image, sees_only_images
 from peakcast.jobs.spec import TrainingJob
 
 
-def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
+def batch_of(job: TrainingJob) -> dict[str, Any]:
     """The model's arguments by name: random tokens, which are also a decoder's labels; an encoder-decoder has labels of its
-    own."""
+    own. Networks that see images or hear, and have no rules of their own, get an image or sound for each sequence."""
+    if hears(job.architecture):
+        sound = torch.randn(job.micro_batch_size, *sound_shape(job.architecture))
+        return {"input_features": sound, "labels": random_tokens(job, job.decoder_sequence_length or job.sequence_length)}
+    if sees_only_images(job.architecture):
+        classes = torch.randint(job.architecture.num_labels, (job.micro_batch_size,))
+        return {"pixel_values": _pixels(job), "labels": classes}
+    if compares_images(job.architecture.model_type):
+        ids = random_tokens(job, job.sequence_length)
+        return with_mask({"input_ids": ids, "pixel_values": _pixels(job), "return_loss": True}, job)
     if job.batch.form == "padding_free":
         return _joined(job)
     ids = random_tokens(job, job.sequence_length)
@@ -24,7 +37,12 @@ def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
     return with_mask(batch, job)
 
 
-def with_mask(batch: dict[str, torch.Tensor], job: TrainingJob) -> dict[str, torch.Tensor]:
+def _pixels(job: TrainingJob) -> torch.Tensor:
+    """[micro_batch_size, channels, height, width] random pixels, as image processors return them: float32."""
+    return torch.randn(job.micro_batch_size, *pixels_of_image(job.images, job.architecture))
+
+
+def with_mask(batch: dict[str, Any], job: TrainingJob) -> dict[str, Any]:
     """`batch` with the mask of ones that collators send along under the Trainer. transformers drops it unless it makes a
     mask anyway, because a window slides, which then has a part for each sequence (5.17 masking_utils.py `sdpa_mask`)."""
     return batch | ({"attention_mask": torch.ones_like(batch["input_ids"])} if conventions(job).get("trainer") else {})

@@ -21,6 +21,7 @@ from peakcast.collectors.stacks.parts.compiled import compile_layers, is_compile
 from peakcast.collectors.stacks.parts.skipped_layers import without_skipped
 from peakcast.core.errors import CollectorError
 from peakcast.jobs.conventions import conventions
+from peakcast.jobs.images import reads_pixels
 from peakcast.jobs.spec import TrainingJob
 
 _BEFORE_LIGER: dict[str, dict[str, Any]] = {}
@@ -47,7 +48,7 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
         spreading.unmade(model, job)
     with torch.device(device):
         batch = batch_of(job)
-    if job.images.per_sequence:
+    if job.images.per_sequence and not reads_pixels(job.architecture):
         batch = images.with_images(batch, job, model, device)
     if job.finetuning.quantization:
         from peakcast.collectors.stacks.quantized import quantize

@@ -15,6 +15,7 @@ from peakcast.core.errors import CollectorError
 from peakcast.core.versions import release
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions
+from peakcast.jobs.images import IMAGE_CLASSIFIER
 from peakcast.jobs.spec import TrainingJob
 from peakcast.networks.adapter_targets import default_adapter_targets
 from peakcast.networks.reverse import hf_config_of
@@ -34,6 +35,10 @@ CLASSIFIERS = {
 }
 """Head of an architecture -> the class of transformers that has it."""
 VISION_LANGUAGE = "AutoModelForImageTextToText"
+OF_SOUND = "AutoModelForSpeechSeq2Seq"
+OF_IMAGES = ("AutoModelForZeroShotImageClassification", "AutoModelForImageClassification")
+"""Classes of networks that compare images with captions, and of those that see images alone. The second has some of the
+first too, without their part for captions."""
 
 
 def _has_no_targets(job: TrainingJob) -> CollectorError:
@@ -94,9 +99,11 @@ def _undescribed(config: Any, attention: str | None, dtype: torch.dtype) -> Any:
     `attention`, or another if the network has no code for sdpa. It trains without a cache, as under the Trainer
     (`config.use_cache`), whatever its configuration says."""
     config.use_cache = config.get_text_config().use_cache = False
-    classes = dict.fromkeys([VISION_LANGUAGE, *AUTO_MODELS.values()])
+    classes = dict.fromkeys([VISION_LANGUAGE, *AUTO_MODELS.values(), *OF_IMAGES])
+    if any(name.endswith(IMAGE_CLASSIFIER) for name in config.architectures or ()):  # without a part for captions
+        classes = dict.fromkeys([OF_IMAGES[1]])
     if getattr(config, "is_encoder_decoder", False):  # some of these can also be a decoder alone
-        classes = dict.fromkeys([AUTO_MODELS["encoder_decoder"], *classes])
+        classes = dict.fromkeys([AUTO_MODELS["encoder_decoder"], OF_SOUND, *classes])
     for auto in classes:
         known = getattr(transformers, auto, None)  # releases before 4.45 have no class of vision-language models
         if known is not None and type(config) in known._model_mapping:
@@ -105,8 +112,9 @@ def _undescribed(config: Any, attention: str | None, dtype: torch.dtype) -> Any:
             except ValueError:
                 return known.from_config(config, attn_implementation="eager", **_of_dtype(dtype))
     raise CollectorError(
-        f"transformers {transformers.__version__} has no language model of model_type={config.model_type!r} to train; "
-        "trace a step of your own instead (peakcast explain --module).",
+        f"transformers {transformers.__version__} has no class of model_type={config.model_type!r} that trains words, "
+        "classes of images or captions; run your own script without a GPU instead (peakcast dryrun), or trace a step of "
+        "yours (peakcast explain --module).",
         parameter="model_type",
         value=config.model_type,
     )

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from peakcast.core.errors import CollectorError
+from peakcast.jobs.images import reads_pixels
 from peakcast.jobs.spec import TrainingJob
 
 PLACEHOLDERS = ("image_token_id", "image_token_index")
@@ -202,8 +203,8 @@ def _has(size: Any, name: str) -> bool:
 
 
 def tokens_of_image(job: TrainingJob, batch: Mapping[str, torch.Tensor], config: Any) -> int:
-    """How many tokens of `with_images`' batch stand for one image; 0 without images."""
-    if not job.images.per_sequence:
+    """How many tokens of `with_images`' batch stand for one image; 0 without images among the words."""
+    if not job.images.per_sequence or reads_pixels(job.architecture):
         return 0
     return int((batch["input_ids"][0] == _placeholder_of(config)).sum().item()) // job.images.per_sequence
 

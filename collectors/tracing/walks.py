@@ -34,6 +34,7 @@ from peakcast.collectors.tracing.walk_names import PEFT, WalkNames
 from peakcast.core.errors import CollectorError, PeakcastError
 from peakcast.dialects.common.network_values import NETWORK_PREFIX, with_values
 from peakcast.dialects.common.own_networks import own_network
+from peakcast.jobs.audio import hears
 from peakcast.jobs.spec import Parallelism, TrainingJob
 from peakcast.networks.layer_count import with_layers
 from peakcast.timelines.timeline import Category, Phase
@@ -154,7 +155,7 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> tuple[dict[str
         found["kinds"] = numbered_kinds([blocks[name] for name in in_order])
     two = _config(training).is_encoder_decoder and found["num_places"] // 2 == 2 * job.architecture.num_hidden_layers
     found |= {"wrapped": wraps_blocks(training.model), "stacks": 1 + two, "image_tokens": _image_tokens(training)}
-    found["has_targets"] = bool(_config(training).is_encoder_decoder)
+    found["has_targets"] = bool(_config(training).is_encoder_decoder) and not hears(job.architecture)
     return found, [(name.removeprefix(PEFT), results[name]) for name in in_order]
 
 

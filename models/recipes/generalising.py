@@ -306,8 +306,9 @@ def _odd(name: str, value: int, rises: bool) -> int:
 
 
 def _uneven(name: str, value: int, rises: bool) -> int:
-    """The change to numbers as uneven as in published networks: an odd vocabulary, 20 heads of 80, 514 positions."""
-    if "vocab" in name:
+    """The change to numbers as uneven as in published networks: an odd vocabulary, 101 classes, 20 heads of 80, 514
+    positions."""
+    if "vocab" in name or name.endswith("num_labels"):
         return value * 5 // 8 | 1
     if _counts_positions(name):
         return value | 1

@@ -18,6 +18,7 @@ from peakcast.core.errors import RecordError
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.versions import NEWEST, release
 from peakcast.dialects.common.own_networks import LITGPT, TORCHTUNE, TRANSFORMERS, library_of, of_any_release, own_network
+from peakcast.jobs.audio import hears
 from peakcast.jobs.spec import TrainingJob, canonical_json, job_to_mapping
 from peakcast.models.recipes import files
 from peakcast.models.recipes.baseline_choice import chosen
@@ -116,7 +117,8 @@ def shelf_name(job: TrainingJob) -> str:
     packages = RECIPE_PACKAGES[library_of(job)]
     asked_for = {name: str(job.versions[name]) for name in packages if release(job.versions.get(name, "main")) != NEWEST}
     releases = {name: one for name, one in {**installed_libraries(), **asked_for}.items() if name in packages}
-    asked = canonical_json([job_to_mapping(alone), releases])
+    heard = ["sound"] if hears(job.architecture) else []  # until then its decoder was recorded alone
+    asked = canonical_json([job_to_mapping(alone), releases, *heard])
     return f"{re.sub(NAMELESS, '_', family)[:40]}-{hashlib.sha256(asked.encode()).hexdigest()[:20]}"
 
 

@@ -195,6 +195,10 @@ def _architecture_key(name: str) -> str:
         for candidate in (folded, bare):
             if candidate in known:
                 return known[candidate]
+    family_member = _without_role(bare)  # last, since gemma-3-4b-it sees images and gemma-3-4b is its text part
+    for known in (_known_architectures(), _architecture_aliases()):
+        if family_member in known:
+            return known[family_member]
     raise CatalogError(
         f"architecture={name!r} is not in the catalog{near_misses(name.rsplit('/', 1)[-1], architecture_names()) or '.'}"
         " Give the network's config.json instead: by its path (--model, also beside a configuration) or as its mapping.",
@@ -206,6 +210,18 @@ def _architecture_key(name: str) -> str:
 _PACKAGING = re.compile(
     r"[-_.](gptq|awq|gguf|unsloth|bnb|nf4|4bit|8bit|int4|int8|fp16|fp8|bf16|hf)(?=$|[-_.])", re.IGNORECASE
 )
+
+
+_ROLE = re.compile(
+    r"[-.](instruct|chat|base|it|pt|sft|dpo|thinking|think|reasoning|abliterated)(?=$|[-.])",
+)
+
+
+def _without_role(folded: str) -> str:
+    """A folded name without its words for what the weights were trained for, which change no tensor's shape:
+    `llama-3-base-8b-sft` -> `llama-3-8b`. Fine-tuned networks that differ, in their vocabulary for example, have names of
+    their own in the catalog."""
+    return _ROLE.sub("", folded)
 
 
 def _without_packaging(name: str) -> str:

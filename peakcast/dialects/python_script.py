@@ -57,6 +57,7 @@ _MODEL = re.compile(
     r"token|trust_remote_code|device_map|cache_dir|revision|low_cpu_mem_usage|use_cache|max_lora_rank|fix_tokenizer"
     r"|rope_scaling|resize_model_vocab|use_exact_model_name|random_state|unsloth_\w+|float8_kv_cache|disable_log_stats"
     r"|use_safetensors|torchscript|num_labels|offload_folder|local_files_only|use_gradient_checkpointing|_target_"
+    r"|ignore_mismatched_sizes"
 )
 """Arguments of loaders that do not affect a step's memory, or that are read with the adapters."""
 _TRAINER = re.compile(
@@ -233,6 +234,8 @@ def _model(settings: Settings, training: dict[str, Any], about: Mapping[str, Any
 
 def _length_of_texts(about: Mapping[str, Any], training: dict[str, Any], notes: Notes) -> None:
     """Put into `training` the length at which the program's tokenizer cuts texts, as transformers' Trainer has none."""
+    if "ForImageClassification" in str(about.get("loader", "")):  # it reads none
+        return
     if {"max_length", "max_seq_length", "model_max_length", "block_size"} & set(training):
         return
     if target := about.get("targets_cut_at"):

@@ -238,6 +238,8 @@ def _jobs(config: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Train
             job = job_from_mapping(
                 {"architecture": dict(config), "micro_batch_size": batch, "sequence_length": length, **asked}
             )
+            if (most := job.architecture.most_positions) is not None and length > most:
+                job = job.replace(sequence_length=most)
             layers = recorded_layers(job.architecture.num_hidden_layers, config.get("layer_types") or ())
             job = job.replace(architecture=with_layers(job.architecture, layers))
             yield job

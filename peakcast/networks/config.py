@@ -13,7 +13,7 @@ from peakcast.jobs.architecture import MOST_ELEMENTS, MOST_LAYERS, Architecture,
 from peakcast.networks.families import counted_as, family, language_defaults, other_kinds
 from peakcast.networks.rotary import read_rotary
 from peakcast.networks.rules import REQUIRED, Choice, ConfigRules, Key, Product, Rules, TomlTable
-from peakcast.networks.undescribed import is_traced, kept_configuration, undescribed
+from peakcast.networks.undescribed import DEFAULT_LABELS, is_traced, kept_configuration, undescribed
 from peakcast.networks.unread import TrackedMapping, Unread, unread
 from peakcast.networks.windows import read_windows
 
@@ -50,9 +50,6 @@ _HEADS = {
     "token_classifier": "ForTokenClassification",
 }
 """What the names of classes with such a head end in."""
-_DEFAULT_LABELS = 2
-"""Classes of a classifier whose configuration does not say them (transformers 5.17 `configuration_utils.py`)."""
-
 _FLAGS = {"tie_word_embeddings", "attention_bias", "attention_output_bias", "mlp_bias", "lm_head_bias", "parallel_block"}
 _PROBABILITIES = {"attention_dropout", "hidden_dropout", "embedding_dropout"}
 _TEXTS = {"hidden_act"}
@@ -254,7 +251,7 @@ def _head(config: Mapping[str, Any]) -> TomlTable:
     found = _CLASSIFIER.fullmatch(name)
     if found is None:
         return {}
-    labels = config.get("num_labels") or len(config.get("id2label") or ()) or _DEFAULT_LABELS
+    labels = config.get("num_labels") or len(config.get("id2label") or ()) or DEFAULT_LABELS
     head = "sequence_classifier" if found[1] == "SequenceClassification" else "token_classifier"
     return {"head": head, "num_labels": _whole_number("num_labels", "num_labels", labels)}
 

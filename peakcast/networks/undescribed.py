@@ -9,16 +9,22 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from peakcast.core.fields import flat
 from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.images import IMAGE_CLASSIFIER, classifies_images, compares_images
 from peakcast.jobs.spec import canonical_json
 
 _FOR_TRACING: ContextVar[bool] = ContextVar("for_tracing", default=False)
 _LEFT_OUT = ("name", "_name_or_path", "torch_dtype", "dtype", "transformers_version", "architectures")
 """Keys that do not change the network."""
+_LABELS = ("id2label", "label2id", "num_labels")
+DEFAULT_LABELS = 2
+"""Classes of a classifier whose configuration does not say them (transformers 5.17 `configuration_utils.py`)."""
 _SIZES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"),
@@ -54,7 +60,27 @@ def is_traced() -> bool:
 
 def kept_configuration(config: Mapping[str, Any]) -> str:
     """The part of `config` from which transformers builds the network, as JSON."""
-    return canonical_json(_tagged({key: value for key, value in config.items() if key not in _LEFT_OUT}))
+    kept = {key: value for key, value in config.items() if key not in _LEFT_OUT}
+    if classifies_images(config.get("model_type")):  # their number alone counts, and the names are a thousand
+        kept = {key: value for key, value in kept.items() if key not in _LABELS} | {"num_labels": _num_labels(config)}
+    named = str((config.get("architectures") or [""])[0])
+    if compares_images(config.get("model_type")) and named.endswith(IMAGE_CLASSIFIER):
+        kept |= {"architectures": [named]}
+    return canonical_json(_tagged(kept))
+
+
+def classifier_of_images(architecture: Architecture) -> Architecture:
+    """A network that compares images with captions, trained to put images into classes."""
+    config = {**configuration_of(architecture), "architectures": [f"AutoModel{IMAGE_CLASSIFIER}"]}
+    return replace(
+        architecture, configuration=kept_configuration(config), max_position_embeddings=0, position_embedding="rope"
+    )
+
+
+def _num_labels(config: Mapping[str, Any]) -> int:
+    """Classes of a classifier, as its configuration says them."""
+    count = config.get("num_labels") or len(config.get("id2label") or ()) or DEFAULT_LABELS
+    return count if isinstance(count, int) else DEFAULT_LABELS
 
 
 def configuration_of(architecture: Architecture) -> dict[str, Any]:
@@ -97,6 +123,7 @@ def undescribed(config: Mapping[str, Any], name: str | None) -> Architecture:
         num_key_value_heads=groups if heads % groups == 0 else heads,
         head_dim=_size(config, "head_dim", max(1, hidden // heads)),
         configuration=kept_configuration(config),
+        num_labels=_num_labels(config),
         kind="undescribed",
         **_positions(config),
     )
@@ -105,7 +132,7 @@ def undescribed(config: Mapping[str, Any], name: str | None) -> Architecture:
 def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
     """The table of positions of a family in which it ends, so that a longer sequence is known to fail."""
     table = _position_tables().get(str(config["model_type"]))
-    rows = config.get(table["key"]) if table is not None else None
+    rows = flat(config).get(table["key"]) if table is not None else None
     before = int(table.get("before", 0)) if table is not None else 0
     if not isinstance(rows, int) or rows <= before:
         return {}

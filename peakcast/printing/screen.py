@@ -18,6 +18,8 @@ from peakcast.answers.prediction import QUANTITIES, SEEN_BY, Answer, Interval, P
 from peakcast.answers.remarks import assumptions_shown, notable, preventing, verdict_reason, verdict_words, warnings_shown
 from peakcast.core.findings import Finding
 from peakcast.core.units import GIB, format_gib
+from peakcast.jobs.audio import hears, sound_shape
+from peakcast.jobs.images import pixels_of_image, reads_pixels, sees_only_images
 from peakcast.jobs.spec import TrainingJob
 from peakcast.printing.what_to_try import steps_text
 from peakcast.printing.wrapping import wrapped
@@ -84,11 +86,23 @@ def asked(job: TrainingJob) -> str:
         what += f" ({', '.join(job.finetuning.frozen)} frozen)"
     ranks = job.parallelism.world_size
     gpus = f"{ranks:,} GPUs" if ranks > 1 else "1 GPU"
-    batch = f"micro-batch {job.micro_batch_size:,} × {job.sequence_length:,} tokens"
+    batch = f"micro-batch {job.micro_batch_size:,} × {_sequence(job)}"
     if job.task == "inference":
         prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
         batch = f"batch {job.micro_batch_size:,} × {prompt:,} tokens of prompt and {new:,} new"
     return f"Asked: {job.architecture.name}, {what}, {batch}, {gpus}, {job.framework}."
+
+
+def _sequence(job: TrainingJob) -> str:
+    """What a micro-batch has so many of."""
+    network, tokens = job.architecture, f"{job.sequence_length:,} tokens"
+    if hears(network):
+        return f"({tokens} and {sound_shape(network)[1]:,} frames of sound)"
+    if not reads_pixels(network):
+        return tokens
+    _, height, width = pixels_of_image(job.images, network)
+    image = f"an image of {height} x {width} pixels"
+    return image if sees_only_images(network) else f"({tokens} and {image})"
 
 
 def _quantities(p: Prediction) -> str:

@@ -70,6 +70,15 @@ def test_the_catalog_spans_the_sizes_people_train() -> None:
         ("openai/whisper-large-v3", "whisper-large-v3"),
         ("FacebookAI/roberta-base", "roberta-base"),
         ("BAAI/bge-base-en-v1.5", "bert-base"),
+        ("allenai/OLMo-2-1124-7B-SFT", "olmo-2-7b"),
+        ("princeton-nlp/Llama-3-Base-8B-SFT-DPO", "llama-3-8b"),
+        ("mlabonne/Meta-Llama-3.1-8B-Instruct-abliterated", "llama-3.1-8b"),
+        ("google/gemma-3-4b-pt", "gemma-3-4b-it"),
+        ("unsloth/gemma-3-4b-pt-unsloth-bnb-4bit", "gemma-3-4b-it"),
+        ("mistralai/Mistral-7B-Instruct-v0.2", "mistral-7b-v0.2"),
+        ("mistralai/Mixtral-8x22B-Instruct-v0.1", "mixtral-8x22b-instruct"),
+        ("Qwen/Qwen3-Embedding-0.6B", "qwen3-embedding-0.6b"),
+        ("open-thoughts/OpenThinker3-7B", "qwen2.5-7b"),
     ],
 )
 def test_hub_ids_and_customary_spellings_are_found(written: str, name: str) -> None:

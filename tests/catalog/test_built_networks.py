@@ -10,8 +10,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 HEADS = ("ImageTextToText", "CausalLM", "MaskedLM", "Seq2SeqLM", "SpeechSeq2Seq")
+HEADS += ("ImageClassification", "ZeroShotImageClassification")
 NAMES = [one for one in catalog.architecture_names() if catalog.architecture(one).kind in ("multimodal", "undescribed")]
-LARGEST = ("70b", "72b", "80b-a3b", "minimax-m2")
+LARGEST = ("70b", "72b", "80b-a3b", "minimax-m2", "128e")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # DeBERTa's

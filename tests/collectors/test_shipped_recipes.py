@@ -81,7 +81,16 @@ for batch, length in ((3, 2500), (2, 8192), (3, 9000)):  # from 8,192 on each se
         "micro_batch_size": batch,
         "sequence_length": length,
     } | AUTOCAST
-FEW = ("grouped heads", "grouped heads on eight ranks", "experts")
+CELLS["images of a hundred and one classes"] = {
+    "architecture": {"model_type": "vit", "hidden_size": 512, "num_hidden_layers": 5, "num_attention_heads": 8}
+    | {"intermediate_size": 2048, "image_size": 224, "patch_size": 32, "num_labels": 101},
+    "micro_batch_size": 5,
+} | AUTOCAST
+WHISPER = {"model_type": "whisper", "d_model": 512, "vocab_size": 51865, "num_mel_bins": 80, "max_target_positions": 448}
+WHISPER |= {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (("layers", 6), ("ffn_dim", 2048))}
+WHISPER |= {"encoder_attention_heads": 8, "decoder_attention_heads": 8}
+CELLS["sound and the words in it"] = {"architecture": WHISPER, "micro_batch_size": 3, "sequence_length": 225} | AUTOCAST
+FEW = ("grouped heads", "grouped heads on eight ranks", "experts", "images of a hundred and one classes")
 """Cells of every test run; the others run with -m whole."""
 
 

@@ -12,7 +12,7 @@ from peakcast.core.findings import FAILS, LESS, MORE, Finding, found
 from peakcast.core.versions import NEWEST, release
 from peakcast.dialects.common.own_networks import TRANSFORMERS, library_of, own_network
 from peakcast.jobs.conventions import conventions, mixes_precision
-from peakcast.jobs.images import sees_images
+from peakcast.jobs.images import reads_pixels, sees_images
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
 from peakcast.models.ledger.recorded.outside_layers import overlap
@@ -101,7 +101,7 @@ def with_other_kernels(job: TrainingJob) -> tuple[Finding, ...]:
 
 def _otherwise_placed(job: TrainingJob) -> tuple[Finding, ...]:
     """Findings about how this job differs from the recorded one: images, releases, layout."""
-    if sees_images(job.architecture) and not job.images.per_sequence:
+    if sees_images(job.architecture) and not (job.images.per_sequence or reads_pixels(job.architecture)):
         sentence = (
             f"{job.architecture.name!r} also sees images, and none are counted: its vision tower's weights are there, "
             "without gradients, optimizer states and activations, as in a step of text alone; give images.per_sequence and "

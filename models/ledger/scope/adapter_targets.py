@@ -16,6 +16,7 @@ from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target,
 from peakcast.models.ledger.huggingface.blocks.expert_adapters import expert_adapters, names_of
 from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK
 from peakcast.models.ledger.parameters.inventory import layer_parameters
+from peakcast.models.recipes.baseline_choice import tracer
 from peakcast.models.recipes.shelf import recipe_of
 
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -63,7 +64,7 @@ def leaves_out_experts(job: TrainingJob) -> bool:
 
 def require_adapters(job: TrainingJob) -> None:
     """Refuse a job whose adapters match nothing, as peft does. Raises: SpecError."""
-    if recipe_of(job) is not None:  # the recipe was recorded with adapters that peft made
+    if tracer() is not None or recipe_of(job) is not None:  # there, peft has made the adapters
         return
     known, targets = projections(job.architecture), job.finetuning.targets
     if job.finetuning.method in ON_NETWORK or any(

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from peakcast.core.versions import release
 from peakcast.dialects.common.translation import Notes, Settings
 from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.images import reads_pixels
 from peakcast.jobs.spec import Batch
 
 IN_BLOCKS = "in_blocks"
 """Added to training arguments here: whether the program cuts its data into blocks, as run_clm.py does, judged by its
 name."""
+USUAL_LENGTH = 1024
+"""trl's and run_clm.py's default."""
 STRATEGIES = ("bfd", "bfd_split", "bfd-requeue", "ffd", "wrapped")
 """trl's packing strategies. All but `wrapped` keep sequences whole and join them without padding (trl 0.18-1.16
 trainer/sft_trainer.py: `padding_free or packing and packing_strategy == "bfd"`)."""
@@ -29,6 +32,8 @@ LENGTHS_CHANGE = (
 
 def sequence_length(architecture: Architecture, training: Settings, notes: Notes) -> int:
     """Tokens of the longest sequence, or of a packed one."""
+    if reads_pixels(architecture):  # captions are padded to the last position, and classifiers read none
+        return min(USUAL_LENGTH, architecture.most_positions or USUAL_LENGTH)
     names = ("max_length", "max_seq_length", "max_source_length", "model_max_length", "block_size", *OF_SCRIPTS)
     key = next((name for name in names if training.given(name)), None)
     padded = not (training.switch("packing") or training.switch("padding_free"))
@@ -36,8 +41,8 @@ def sequence_length(architecture: Architecture, training: Settings, notes: Notes
     if padded and not in_blocks:
         notes.cached.append(LENGTHS_CHANGE, "batch.shortest_sequence", "more")
     if key is None:
-        length = min(1024, architecture.most_positions or 1024)
-        fewer = f", and {architecture.name} has positions for {length}" if length < 1024 else ""
+        length = min(USUAL_LENGTH, architecture.most_positions or USUAL_LENGTH)
+        fewer = f", and {architecture.name} has positions for {length}" if length < USUAL_LENGTH else ""
         given, whose = ("block_size", "run_clm.py's") if in_blocks else ("max_length", "trl's")
         sentence = f"{given} is not given; {whose} default 1024 is treated as the sequence length{fewer}."
         notes.assumptions.append(sentence)

@@ -17,8 +17,10 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.generation import Generation
 from peakcast.dialects.common.translation import Notes
 from peakcast.jobs.conventions import makes_whole_logits
+from peakcast.jobs.images import IMAGE_CLASSIFIER, compares_images
 from peakcast.jobs.loss import REFERRING, Loss, LossKind
 from peakcast.jobs.spec import TrainingJob
+from peakcast.networks.undescribed import classifier_of_images
 
 
 class Method(NamedTuple):
@@ -109,6 +111,8 @@ def with_head(job: TrainingJob, model_class: str, notes: Notes) -> TrainingJob:
     classes of each token. For other classes without logits, decoders get the head of a reward model and other networks keep
     the language model's, with a note."""
     network, found = job.architecture, SCORING.fullmatch(model_class)
+    if compares_images(network.model_type) and model_class.endswith(IMAGE_CLASSIFIER):
+        return job.replace(architecture=classifier_of_images(network))
     if found is None:
         explicit = model_class and network.head != "language_model"
         return job.replace(architecture=replace(network, head="language_model")) if explicit else job

@@ -156,7 +156,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     if quantization:
         training["quantization_config"] = quantization
     adapts_in_stage_3 = adapter is not None and has_stage_3(deepspeed)
-    if whose.trl and adapts_in_stage_3 and not quantization:
+    if whose.trl and adapter is not None and adapts_in_stage_3 and not quantization:
         adapter = {**adapter, "autocast_adapter_dtype": False}  # trl 1.16.0 sft_trainer.py, `get_peft_model_kwargs`; see
         # also `conventions.adapter_dtype`: before these releases of trl DeepSpeed's engine narrowed adapters
     method = method_of(pasted.program, training)
