@@ -27,6 +27,7 @@ from peakcast.models.prediction.combining import combine
 from peakcast.models.prediction.device_scope import device_findings
 from peakcast.models.prediction.loss_chunks import with_loss_chunks
 from peakcast.models.prediction.outside_findings import outside_estimated
+from peakcast.models.prediction.recipe_findings import left_out_by_recipes
 from peakcast.models.prediction.verdict import judge, leaves_out, limits, prevented
 from peakcast.models.prediction.version_findings import versions_matter
 from peakcast.models.prediction.zero3_findings import weights_stay_gathered
@@ -151,4 +152,4 @@ def known_of(job: TrainingJob) -> tuple[Finding, ...]:
     from peakcast.models.ledger.scope.scope import scope_findings
 
     ignored = () if seen_run() is not None else ignored_findings(job)
-    return (*scope_findings(job), *ignored, *_beyond_positions(job), *reserved_findings(job))
+    return (*scope_findings(job), *ignored, *_beyond_positions(job), *reserved_findings(job), *left_out_by_recipes(job))
