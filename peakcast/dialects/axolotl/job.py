@@ -77,7 +77,8 @@ def from_axolotl(pasted: Pasted) -> Translation:
         spell=speller(keys.TRAINING, keys.ADAPTER),
         widens_for_fsdp=(1,),  # axolotl 0.21 monkeypatch/accelerate/fsdp2.py replaces accelerate's function
     )
-    job = as_required(notes.include(translation), "axolotl", pasted.versions, notes)
+    ligers = bool(training.get("liger_loss"))
+    job = as_required(notes.include(translation), "axolotl", pasted.versions, notes, ligers_loss=ligers)
     if gptq and job.finetuning.quantization != "gptq":
         notes.unsupported.append("GPTQ weights (gptq) are not modelled where the network names none.", "gptq", "less")
     job = meshed(_units(_experts(job, settings)), settings, _mesh(settings), fills="shard")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from peakcast.core.fields import FrozenMapping
+from peakcast.core.versions import resolved
 from peakcast.dialects.common.asked_versions import AskedVersions
 from peakcast.dialects.common.translation import Notes
-from peakcast.jobs.conventions import ONLY_USED_BY
 from peakcast.jobs.spec import TrainingJob
 
 
@@ -32,19 +32,16 @@ REQUIRED = {
 """Project -> what it requires, of packages whose newer releases need another amount of memory."""
 
 
-def as_required(job: TrainingJob, project: str, asked: AskedVersions, notes: Notes) -> TrainingJob:
-    """`job` with the releases that `project` requires of packages that it uses, where none is given and those that are
-    installed here are not asked for."""
+def as_required(
+    job: TrainingJob, project: str, asked: AskedVersions, notes: Notes, *, ligers_loss: bool = False
+) -> TrainingJob:
+    """`job` with the releases that `project` requires of packages that it uses, unless the question says which releases the
+    run has. `ligers_loss`: whether its fused loss is Liger's."""
     required = REQUIRED[project]
-    missing = {
-        package: version
-        for package, version in required.versions.items()
-        if _uses(job, package) and package not in job.versions and not asked.here
-    }
+    uses = {"deepspeed": job.framework == "deepspeed", "liger_kernel": ligers_loss}
+    if asked.here or "transformers" in resolved(asked.given):  # another release of the project than the newest
+        return job
+    missing = {name: version for name, version in required.versions.items() if uses[name] and name not in job.versions}
     for package, version in missing.items():
         notes.assumptions.append(f"{package} is assumed to be {version}, the newest that {required.by} allows.")
     return job.replace(versions=FrozenMapping({**missing, **job.versions})) if missing else job
-
-
-def _uses(job: TrainingJob, package: str) -> bool:
-    return job.framework == "deepspeed" if package == "deepspeed" else ONLY_USED_BY[package](job)
