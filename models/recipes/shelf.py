@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 
+from peakcast.core.bounded import is_file
 from peakcast.core.durable import replace_file
 from peakcast.core.errors import RecordError
 from peakcast.core.fields import FrozenMapping
@@ -146,7 +147,7 @@ def _recipes(name: str) -> list[Recipe]:
     if name not in _found:
         path = _own_folder() / f"{name}.json.gz"
         try:
-            _found[name] = files.read(path) if path.is_file() else []
+            _found[name] = files.read(path) if is_file(path) else []
         except RecordError:
             _found[name] = []  # it is recorded again and replaced
     return _found[name]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import peakcast
+from peakcast.core.bounded import is_file
 from peakcast.core.fields import flat
 from peakcast.core.versions import NEWEST, release
 from peakcast.dialects.common.network_values import NETWORK_PREFIX
@@ -82,7 +83,7 @@ def is_of_release(job: TrainingJob, releases: Mapping[str, str], asked: str | No
 def _recipes_of(job: TrainingJob, path: Path) -> list[Recipe]:
     """The recipes in the file at `path` that represent the job's network."""
     found = []
-    for kind, text in read(path) if path.is_file() else ():
+    for kind, text in read(path) if is_file(path) else ():
         values = kind.values(job)
         if values is not None:
             recipe = _parsed(text)
@@ -101,7 +102,7 @@ def nearest_shipped(job: TrainingJob) -> str:
     """What the shipped recipe of the job's family that is nearest to `job`, and does not cover it, is of; "" if the family
     has none."""
     family = file_name(job.architecture.model_type)
-    paths = [folder / family for folder in _stacks(library_of(job)) if (folder / family).is_file()]
+    paths = [folder / family for folder in _stacks(library_of(job)) if is_file(folder / family)]
     found = [(kind.otherwise(job), kind, text) for path in paths for kind, text in read(path)]
     if not found:
         return ""
@@ -157,7 +158,7 @@ def written(shipped: Sequence[tuple[NetworkKind, Recipe]]) -> bytes:
 
 def all_of(path: Path) -> list[tuple[NetworkKind, Recipe]]:
     """All kinds in the file at `path` with their recipes; empty if there is no file. Raises: RecordError."""
-    return [(kind, _parsed(text)) for kind, text in read(path)] if path.is_file() else []
+    return [(kind, _parsed(text)) for kind, text in read(path)] if is_file(path) else []
 
 
 def read(path: Path) -> tuple[Shipped, ...]:

@@ -100,14 +100,14 @@ def test_a_large_vocabulary_is_no_reason_to_be_outside(architecture, method):
 
 
 def test_rows_of_another_quantity_are_rows_of_the_gpu_type_and_of_the_release():
-    """Of L40S reserved memory was published, with transformers 4.52 to 5.15; of H200 nothing."""
+    """Of L40S reserved memory was published, with transformers 4.52 to 5.15; of L40 nothing."""
     finetuning = {"method": "lora", "rank": 32}
     job = {"architecture": "llama-3.2-3b", "finetuning": finetuning, "versions": {"transformers": "4.57"}}
     answer = api.predict(job, "L40S")
     assert answer.inside_calibrated_domain
     assert answer.peak_allocated_bytes.rests_on == "relatives"
     assert answer.peak_reserved_bytes.rests_on == "measurements"
-    assert not api.predict(job, "H200").inside_calibrated_domain
+    assert not api.predict(job, "L40").inside_calibrated_domain
 
 
 def test_an_unmodelled_job_is_answered_with_wide_bars(fakes, calibration, monkeypatch):
