@@ -54,7 +54,9 @@ def main(arguments: list[str]) -> int:
     # torch then asks NVML, not CUDA, whether there is a GPU: asking CUDA would spoil it for the forked processes
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import_for_good(getattr(module, "LIBRARIES", ()))
-    getattr(module, "read_ahead", int)()
+    read_ahead = getattr(module, "read_ahead", None)
+    if read_ahead is not None:
+        read_ahead()
     # answers get a descriptor of their own, so that whatever a cell prints does not mix with them
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

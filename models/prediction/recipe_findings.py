@@ -1,4 +1,4 @@
-"""The finding that recipes leave out what kernels take in passing, for networks whose peaks show it."""
+"""The finding that recipes leave out the temporary memory of kernels, for networks whose peaks show it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def left_out_by_recipes(job: TrainingJob) -> tuple[Finding, ...]:
     if job.task != "train" or not reads_pixels(job.architecture) or tracer() is not None or seen_run() is not None:
         return ()
     sentence = (
-        "kernels that sum the gradients of biases take memory in passing, which recipes do not hold: traces of ViT need up "
-        "to 3 % more; --baseline trace counts it."
+        "kernels that sum the gradients of biases need temporary memory, which recipes do not contain: traces of ViT need "
+        "up to 3 % more; --baseline trace counts it."
     )
     return (Finding("nearly_modelled", "architecture", "more", sentence, share=SHARE),)

@@ -184,6 +184,7 @@ def _quantised(kind: str) -> Callable[[TrainingJob], Changes]:
 
 
 RECOMPUTES = "one more forward per step, about a third more work (Chen et al. 2016, arXiv:1604.06174)"
+NOT_WITH_TRL = "none known; TRL's trainers do not allow it for adapters under ZeRO-3"
 LEARNS_LESS = "only adapters learn (Hu et al. 2021, arXiv:2106.09685)"
 MANY_LAUNCHES = "one kernel launch per tensor and operation: a slower optimizer step"
 TO_BE_TUNED = "another optimizer, to be tuned"
@@ -197,7 +198,7 @@ CANDIDATES = (
     Candidate("fused-loss", "Fuse the output layer with the loss (Liger's kernel)", FREE, _fused_loss),
     Candidate("fused-loss", "Fuse the vocabulary-parallel loss", FREE, _fused_megatron_loss),
     Candidate("checkpointing", "Recompute activations in the backward pass", RECOMPUTES, _checkpointing),
-    Candidate("not-reentrant", "Recompute without reentrant autograd", FREE, _not_reentrant),
+    Candidate("not-reentrant", "Recompute without reentrant autograd", NOT_WITH_TRL, _not_reentrant),
     Candidate("selective-checkpointing", "Recompute the attention core only", "a few percent more work", _selective),
     Candidate(
         "smaller-micro-batch",

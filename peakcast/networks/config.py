@@ -13,7 +13,7 @@ from peakcast.jobs.architecture import MOST_ELEMENTS, MOST_LAYERS, Architecture,
 from peakcast.networks.families import counted_as, family, language_defaults, other_kinds
 from peakcast.networks.rotary import read_rotary
 from peakcast.networks.rules import REQUIRED, Choice, ConfigRules, Key, Product, Rules, TomlTable
-from peakcast.networks.undescribed import DEFAULT_LABELS, is_traced, kept_configuration, undescribed
+from peakcast.networks.undescribed import given_labels, is_traced, kept_configuration, undescribed
 from peakcast.networks.unread import TrackedMapping, Unread, unread
 from peakcast.networks.windows import read_windows
 
@@ -251,9 +251,8 @@ def _head(config: Mapping[str, Any]) -> TomlTable:
     found = _CLASSIFIER.fullmatch(name)
     if found is None:
         return {}
-    labels = config.get("num_labels") or len(config.get("id2label") or ()) or DEFAULT_LABELS
     head = "sequence_classifier" if found[1] == "SequenceClassification" else "token_classifier"
-    return {"head": head, "num_labels": _whole_number("num_labels", "num_labels", labels)}
+    return {"head": head, "num_labels": _whole_number("num_labels", "num_labels", given_labels(config))}
 
 
 def head_keys(architecture: Architecture) -> TomlTable:

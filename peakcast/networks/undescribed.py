@@ -77,9 +77,14 @@ def classifier_of_images(architecture: Architecture) -> Architecture:
     )
 
 
+def given_labels(config: Mapping[str, Any]) -> Any:
+    """The number of classes that a configuration gives, unchecked; transformers' default if it gives none."""
+    return config.get("num_labels") or len(config.get("id2label") or ()) or DEFAULT_LABELS
+
+
 def _num_labels(config: Mapping[str, Any]) -> int:
-    """Classes of a classifier, as its configuration says them."""
-    count = config.get("num_labels") or len(config.get("id2label") or ()) or DEFAULT_LABELS
+    """Classes of a classifier; transformers' default if the configuration gives no whole number."""
+    count = given_labels(config)
     return count if isinstance(count, int) else DEFAULT_LABELS
 
 

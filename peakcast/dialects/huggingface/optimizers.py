@@ -33,7 +33,7 @@ def default_optimizer(versions: Mapping[str, Any]) -> str:
     return "adamw_torch_fused" if newer and torch_release(versions) >= (2, 8) else "adamw_torch"
 
 
-WHOSE = {
+RELEASES_OF_DEFAULT = {
     "adamw_torch_fused": "transformers since 4.54 with torch since 2.8",
     "adamw_torch": "transformers before 4.54, or with torch before 2.8,",
 }
@@ -44,7 +44,7 @@ def optimizer_of(training: Settings, versions: Mapping[str, Any], notes: Notes, 
     """The optimizer of the training arguments; what else a job says of it is put into `options`."""
     default = default_optimizer(versions)
     if not training.given("optim"):
-        notes.assumptions.append(f"optim is not given; the default of {WHOSE[default]} is {default}.")
+        notes.assumptions.append(f"optim is not given; the default of {RELEASES_OF_DEFAULT[default]} is {default}.")
     name = training.one_of("optim", default, {**keys.OPTIMIZERS, **keys.OTHER_OPTIMIZERS})
     if name in keys.OTHER_OPTIMIZERS:
         notes.unsupported.append(
